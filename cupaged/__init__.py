@@ -1,0 +1,90 @@
+"""Slots of a paged KV cache for every new token of a batch of LLM requests.
+
+Importing this package needs neither CuPy nor torch nor a GPU; its public names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cupaged.errors import (
+        BackendError,
+        CaptureError,
+        ConcurrentCallError,
+        DeviceError,
+        DeviceTimeoutError,
+        DoubleFreeError,
+        FreePageError,
+        IntegrityError,
+        LengthError,
+        MisalignedError,
+        OutOfRangeError,
+        PoolShortError,
+        SharedPageError,
+        TokenCountError,
+    )
+    from cupaged.interop import to_torch
+    from cupaged.paged import PagedTokenToKVPoolAllocator
+    from cupaged.pool import Stats
+
+_HOME = {
+    "PagedTokenToKVPoolAllocator": "cupaged.paged",
+    "Stats": "cupaged.pool",
+    "to_torch": "cupaged.interop",
+    **dict.fromkeys(
+        (
+            "BackendError",
+            "CaptureError",
+            "ConcurrentCallError",
+            "DeviceError",
+            "DeviceTimeoutError",
+            "DoubleFreeError",
+            "FreePageError",
+            "IntegrityError",
+            "LengthError",
+            "MisalignedError",
+            "OutOfRangeError",
+            "PoolShortError",
+            "SharedPageError",
+            "TokenCountError",
+        ),
+        "cupaged.errors",
+    ),
+}
+
+__all__ = [
+    "BackendError",
+    "CaptureError",
+    "ConcurrentCallError",
+    "DeviceError",
+    "DeviceTimeoutError",
+    "DoubleFreeError",
+    "FreePageError",
+    "IntegrityError",
+    "LengthError",
+    "MisalignedError",
+    "OutOfRangeError",
+    "PagedTokenToKVPoolAllocator",
+    "PoolShortError",
+    "SharedPageError",
+    "Stats",
+    "TokenCountError",
+    "to_torch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'cupaged' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

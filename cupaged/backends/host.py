@@ -1,0 +1,134 @@
+"""What the two backends on the host share: state in NumPy arrays, arguments as contiguous int64."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from cupaged.backends.layout import MAIL_WORDS, NUM_WORDS, Kind
+from cupaged.interop import host_vector, library_of
+
+__all__ = ["HostBackend"]
+
+
+class HostBackend:
+    """State of one pool on the host. Every op has ended when its call returns, and its mail has come.
+
+    Parameters
+    ----------
+    num_pages, page_size : int
+        Pages 1 .. num_pages, of `page_size` slots each.
+    index_dtype : numpy.dtype
+        int32 or int64, of the slots handed out.
+    max_batch : int
+        Not needed here: nothing is sized by it.
+    need_sort, strict, refused_slot
+        As in `PagedTokenToKVPoolAllocator`.
+    device_index, library
+        Of a GPU; not used here.
+    """
+
+    name = ""
+    synchronous = True
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        index_dtype: np.dtype,
+        max_batch: int,
+        need_sort: bool,
+        strict: bool,
+        refused_slot: int,
+        device_index: int | None = None,
+        library: str = "",
+    ) -> None:
+        self.capacity, self.page_size, self.index_dtype = num_pages, page_size, index_dtype
+        self.need_sort, self.strict, self.refused_slot = need_sort, strict, refused_slot
+        self.device = "cpu"
+        self.library = library if library == "torch" else "numpy"
+        self.free_ring = np.zeros(num_pages, np.int32)
+        self.ref_count = np.zeros(num_pages + 1, np.int32)
+        self.words = np.zeros(NUM_WORDS, np.int64)
+        self.mailbox = np.zeros(MAIL_WORDS, np.int64)
+        self.mail = memoryview(self.mailbox)
+        self.freed: set[int] = set()
+        self.kind = Kind.CLEAR
+        self.host_op = self.error_ack = self.quiet = 0
+        self._queue: list[np.ndarray] = []
+
+    def use_library(self, *arrays: Any) -> str:
+        """Library in which the result for these arguments leaves."""
+        return next((name for name in map(library_of, arrays) if name in ("torch", "numpy")), self.library)
+
+    def vector(self, x: Any, name: str) -> np.ndarray:
+        """The argument as the kernels take it."""
+        return host_vector(x, name)
+
+    @staticmethod
+    def length(vector: np.ndarray) -> int:
+        """Entries of a vector."""
+        return vector.shape[0]
+
+    def output(self, library: str, n: int) -> tuple[Any, np.ndarray]:
+        """New array of n slots in that library, and the same memory as the kernels take it."""
+        if library == "torch":
+            torch = sys.modules["torch"]
+            tensor = torch.empty(n, dtype=torch.int64 if self.index_dtype == np.int64 else torch.int32)
+            return tensor, tensor.numpy()
+        array = np.empty(n, self.index_dtype)
+        return array, array
+
+    def given_output(self, out: Any, n: int) -> np.ndarray:
+        """The caller's `out`, checked."""
+        array = out.numpy() if library_of(out) == "torch" and not out.is_cuda else out
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"out must be a NumPy array or a torch tensor on the CPU, not {type(out).__name__}")
+        if array.dtype != self.index_dtype:
+            raise TypeError(f"out must be {self.index_dtype}, not {array.dtype}")
+        if array.shape != (n,) or not array.flags.c_contiguous or not array.flags.writeable:
+            raise ValueError(f"out must be contiguous, writeable and of shape ({n},), not shape {array.shape}")
+        return array
+
+    def enter(self, library: str) -> bool:
+        """Order this op behind the last one; True while the stream is being captured."""
+        return False
+
+    def poll(self) -> None:
+        """Raise if the device has failed."""
+
+    def queue(self, vector: np.ndarray, pages: bool) -> np.ndarray:
+        """A copy of a queued array, for the end of the group."""
+        return vector.copy()
+
+    def queued(self, vectors: list[np.ndarray]) -> np.ndarray:
+        """The queued arrays as one vector."""
+        return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
+
+    def segment(self, vector: np.ndarray) -> np.ndarray:
+        """Every page_size-th entry."""
+        return np.ascontiguousarray(vector[:: self.page_size])
+
+    def words_array(self, library: str, word: int) -> Any:
+        """View, of shape (), of one word of the pool."""
+        view = self.words[word : word + 1].reshape(())
+        return sys.modules["torch"].from_numpy(view) if library == "torch" else view
+
+    def from_host(self, library: str, array: np.ndarray) -> Any:
+        """A new array of that library with these elements."""
+        return sys.modules["torch"].from_numpy(array) if library == "torch" else array
+
+    def snapshot(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ring, reference counts and words, as they are after the last op."""
+        return self.free_ring.copy(), self.ref_count.copy(), self.words.copy()
+
+    def warmup(self) -> None:
+        """Compile everything."""
+
+    def memory(self) -> int:
+        """Bytes of state on the device."""
+        arrays = (self.free_ring, self.ref_count, self.words, self.mailbox)
+        return sum(a.nbytes for a in arrays)

@@ -1,0 +1,438 @@
+"""The default without a GPU: the same operations, compiled by numba for the host, page by page instead of slot by slot.
+
+The kernels take the state as three arrays: `pages` (int32, five rows: ring, reference counts, touched marks, freed
+pages, scratch), `words` (int64, as in `layout`), `mailbox`; and `setup`, one int64 array of what a pool is made with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from cupaged.backends.host import HostBackend
+from cupaged.backends.layout import INT32_LARGEST, NUM_WORDS, WHOLE_BATCH, Breach, Kind, Status, Where, Word
+
+__all__ = ["NumbaBackend"]
+
+RING, REFS, MARKS, FREED, TOUCHED = range(5)
+PAGE_SIZE, STRICT, REFUSED_SLOT, HOST_OP, ERROR_ACK, QUIET, KIND, NUM_FREED = range(8)
+
+# Plain integers: numba takes an enum's members as objects of their own.
+HEAD, FREE, STAGED, SHARED, OP = map(int, (Word.HEAD, Word.FREE, Word.STAGED, Word.SHARED, Word.OP))
+W_HOST_OP, NUM_PAGES, STATUS, RET, OK = map(int, (Word.HOST_OP, Word.NUM_PAGES, Word.STATUS, Word.RET, Word.OK))
+REFUSALS, ALLOCATED, PAGES_FREED, PEAK = map(int, (Word.REFUSALS, Word.ALLOCATED, Word.FREED, Word.PEAK))
+FIRST, TOKENS, ERROR_CODE, ERROR_OP = map(int, (Word.FIRST, Word.TOKENS, Word.ERROR_CODE, Word.ERROR_OP))
+ERROR_INDEX, ERROR_VALUE = int(Word.ERROR_INDEX), int(Word.ERROR_VALUE)
+STATUS_OK, STATUS_SHORT, STATUS_REFUSED = map(int, (Status.OK, Status.SHORT, Status.REFUSED))
+NONE, SHORT, LENGTH, SUM, MISALIGNED = map(
+    int, (Breach.NONE, Breach.SHORT, Breach.LENGTH, Breach.SUM, Breach.MISALIGNED)
+)
+RANGE, FREE_PAGE, SHARED_PAGE, DOUBLE_FREE = map(
+    int, (Breach.RANGE, Breach.FREE_PAGE, Breach.SHARED_PAGE, Breach.DOUBLE_FREE)
+)
+FRONT, BACK, STAGE = map(int, (Where.FRONT, Where.BACK, Where.STAGE))
+DECODE = int(Kind.DECODE)
+
+
+def _kernel(function):
+    return njit(function, cache=True, nogil=True)
+
+
+@_kernel
+def begin_op(words, setup):
+    words[OP] += 1
+    words[W_HOST_OP] = setup[HOST_OP]
+    if words[ERROR_OP] <= setup[ERROR_ACK]:
+        words[ERROR_CODE] = 0
+
+
+@_kernel
+def record(words, setup, breach, index, value):
+    if words[ERROR_CODE] == 0:
+        words[ERROR_CODE] = setup[KIND] << 8 | breach
+        words[ERROR_OP] = words[OP]
+        words[ERROR_INDEX] = index
+        words[ERROR_VALUE] = value
+
+
+@_kernel
+def end_op(words, mailbox, status):
+    words[STATUS] = status
+    words[OK] = 1 if status == STATUS_OK else 0
+    for i in range(NUM_WORDS):
+        mailbox[1 + i] = words[i]
+    mailbox[0] = 2 * words[OP]
+
+
+@_kernel
+def breach_of(pages, words, setup, prefix, seq, last):
+    """Return the breach of one request and whether the classic kernels' behaviour would harm nobody."""
+    if prefix < 0 or seq < prefix or seq > INT32_LARGEST:
+        return LENGTH, False
+    size = setup[PAGE_SIZE]
+    offset = prefix % size
+    if offset == 0 or seq == prefix:
+        return NONE, False
+    tokens = min(seq - prefix, size - offset)
+    page = last // size
+    if page < 1 or page > words[NUM_PAGES]:
+        return RANGE, False
+    owners = pages[REFS, page]
+    if owners == 0:
+        return FREE_PAGE, False
+    if owners > 1:
+        return SHARED_PAGE, False
+    next_offset = last - page * size + 1
+    if next_offset != offset:
+        return MISALIGNED, setup[STRICT] == 0 and next_offset + tokens <= size
+    return NONE, False
+
+
+@_kernel
+def decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
+    status = STATUS_REFUSED if refused else STATUS_OK
+    if status == STATUS_OK and tokens != num_tokens:
+        record(words, setup, SUM, WHOLE_BATCH, tokens)
+        if setup[STRICT] != 0 or tokens > num_tokens:
+            status = STATUS_REFUSED
+    if status == STATUS_OK and needed > words[FREE]:
+        if setup[QUIET] == 0:
+            record(words, setup, SHORT, WHOLE_BATCH, needed)
+        status = STATUS_SHORT
+    if status == STATUS_OK:
+        capacity = pages.shape[1] - 1
+        words[FIRST] = words[HEAD]
+        words[HEAD] = (words[HEAD] + needed) % capacity
+        words[FREE] -= needed
+        words[ALLOCATED] += needed
+        words[PEAK] = max(words[PEAK], words[NUM_PAGES] - words[FREE] - words[STAGED])
+        words[TOKENS] = tokens
+        words[RET] = needed << 32 | tokens
+    else:
+        words[REFUSALS] += 1
+        if status == STATUS_REFUSED or setup[QUIET] == 0:
+            words[RET] = 0
+    end_op(words, mailbox, status)
+    return status == STATUS_OK
+
+
+@_kernel
+def write_request(pages, setup, position, prefix, seq, last, t, out):
+    """Write one request's slots from out[t] on; return the ring position after its pages."""
+    size, capacity = setup[PAGE_SIZE], pages.shape[1] - 1
+    if prefix % size:
+        run = min(seq - prefix, size - prefix % size)
+        for j in range(run):
+            out[t + j] = last + 1 + j
+        t += run
+        prefix += run
+    while prefix < seq:
+        page = pages[RING, position]
+        position += 1
+        if position == capacity:
+            position = 0
+        pages[REFS, page] = 1
+        run = min(seq - prefix, size)
+        first = np.int64(page) * size
+        for j in range(run):
+            out[t + j] = first + j
+        t += run
+        prefix += run
+    return position
+
+
+@_kernel
+def alloc(pages, words, mailbox, setup, prefixes, seqs, lasts, num_tokens, out):
+    begin_op(words, setup)
+    decode, size = setup[KIND] == DECODE, setup[PAGE_SIZE]
+    needed, tokens, refused = 0, 0, False
+    for i in range(seqs.shape[0]):
+        seq = seqs[i]
+        prefix = seq - 1 if decode and seq > 0 else -1 if decode else prefixes[i]
+        breach, carry_on = breach_of(pages, words, setup, prefix, seq, lasts[i])
+        if breach != NONE:
+            record(words, setup, breach, i, seq if breach == LENGTH else lasts[i])
+            refused = refused or not carry_on
+        if breach != LENGTH:
+            needed += (seq + size - 1) // size - (prefix + size - 1) // size
+            tokens += seq - prefix
+    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
+        out[:] = setup[REFUSED_SLOT]
+        return
+    position, t = words[FIRST], 0
+    for i in range(seqs.shape[0]):
+        seq = seqs[i]
+        prefix = seq - 1 if decode else prefixes[i]
+        position = write_request(pages, setup, position, prefix, seq, lasts[i], t, out)
+        t += seq - prefix
+    out[t:] = setup[REFUSED_SLOT]
+
+
+@_kernel
+def alloc_whole(pages, words, mailbox, setup, num_pages, out):
+    begin_op(words, setup)
+    n = out.shape[0]
+    if decide(pages, words, mailbox, setup, num_pages, n, n, False):
+        write_request(pages, setup, words[FIRST], 0, n, -1, 0, out)
+    else:
+        out[:] = setup[REFUSED_SLOT]
+
+
+@_kernel
+def give(pages, words, listed, n, where):
+    """Put the first n listed pages back, in that order."""
+    capacity = pages.shape[1] - 1
+    words[PAGES_FREED] += n
+    if where == FRONT:
+        first = (words[HEAD] - n) % capacity
+        words[HEAD] = first
+        words[FREE] += n
+    else:
+        first = (words[HEAD] + words[FREE] + words[STAGED]) % capacity
+        words[FREE if where == BACK else STAGED] += n
+    for i in range(n):
+        pages[RING, first] = listed[i]
+        first += 1
+        if first == capacity:
+            first = 0
+
+
+@_kernel
+def drop_owner(pages, words, page):
+    pages[REFS, page] -= 1
+    if pages[REFS, page] == 1:
+        words[SHARED] -= 1
+    return pages[REFS, page] == 0
+
+
+@_kernel
+def free_by_slot(pages, words, mailbox, setup, slots, push, where, index_base):
+    begin_op(words, setup)
+    size, touched, previous = setup[PAGE_SIZE], 0, -1
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        start = previous * size
+        if previous >= 0 and start <= slot < start + size:
+            continue
+        page = slot // size
+        if page < 1 or page > words[NUM_PAGES]:
+            record(words, setup, RANGE, index_base + i, slot)
+            continue
+        previous = page
+        if pages[REFS, page] == 0:
+            # mark 2: lost its last owner earlier in the same group
+            if pages[MARKS, page] != 2:
+                record(words, setup, DOUBLE_FREE, index_base + i, slot)
+        elif pages[MARKS, page] == 0:
+            pages[MARKS, page] = 1
+            pages[TOUCHED, touched] = page
+            touched += 1
+    freed = setup[NUM_FREED]
+    for i in range(touched):
+        page = pages[TOUCHED, i]
+        pages[MARKS, page] = 0
+        if drop_owner(pages, words, page):
+            pages[MARKS, page] = 2
+            pages[FREED, freed] = page
+            freed += 1
+    if push:
+        listed = pages[FREED]
+        ascending = True
+        for i in range(freed):
+            pages[MARKS, listed[i]] = 0
+            if i > 0 and listed[i] < listed[i - 1]:
+                ascending = False
+        if not ascending:
+            listed[:freed].sort()
+        give(pages, words, listed, freed, where)
+        freed = 0
+    setup[NUM_FREED] = freed
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def free_by_page(pages, words, mailbox, setup, entries, divisor, where):
+    begin_op(words, setup)
+    listed = pages[FREED]
+    order, gone = 0, 0
+    for i in range(entries.shape[0]):
+        page = entries[i] // divisor
+        if page < 1 or page > words[NUM_PAGES]:
+            record(words, setup, RANGE, i, entries[i])
+        elif pages[REFS, page] == 0:
+            record(words, setup, DOUBLE_FREE, i, entries[i])
+        else:
+            if pages[MARKS, page] == 0:
+                pages[MARKS, page] = 1
+                pages[TOUCHED, order] = page
+                order += 1
+            drop_owner(pages, words, page)
+    for i in range(order):
+        page = pages[TOUCHED, i]
+        pages[MARKS, page] = 0
+        if pages[REFS, page] == 0:
+            listed[gone] = page
+            gone += 1
+    give(pages, words, listed, gone, where)
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def retain(pages, words, mailbox, setup, entries):
+    begin_op(words, setup)
+    for i in range(entries.shape[0]):
+        page = entries[i]
+        if page < 1 or page > words[NUM_PAGES]:
+            record(words, setup, RANGE, i, page)
+        elif pages[REFS, page] == 0:
+            record(words, setup, FREE_PAGE, i, page)
+        else:
+            pages[REFS, page] += 1
+            if pages[REFS, page] == 2:
+                words[SHARED] += 1
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def merge_sorted(pages, words, bound):
+    if words[STAGED] == 0 or bound <= words[FREE]:
+        return
+    n = 0
+    for page in range(1, words[NUM_PAGES] + 1):
+        if pages[REFS, page] == 0:
+            pages[RING, n] = page
+            n += 1
+    words[HEAD] = 0
+    words[FREE] = n
+    words[STAGED] = 0
+
+
+@_kernel
+def clear_all(pages, words, mailbox, setup, num_pages):
+    begin_op(words, setup)
+    for i in range(pages.shape[1]):
+        pages[RING, i] = i + 1
+        pages[REFS, i] = 0
+        pages[MARKS, i] = 0
+    pages[REFS, 0] = 1
+    setup[NUM_FREED] = 0
+    words[HEAD] = words[STAGED] = words[SHARED] = words[RET] = 0
+    words[NUM_PAGES] = words[FREE] = num_pages
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def save(pages, words, mailbox, setup, saved):
+    begin_op(words, setup)
+    n = pages.shape[1]
+    saved[: n - 1] = pages[RING, : n - 1]
+    saved[n - 1 : 2 * n - 1] = pages[REFS]
+    for i in range(5):
+        saved[2 * n - 1 + i] = words[i if i < 4 else NUM_PAGES]
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def load(pages, words, mailbox, setup, saved):
+    begin_op(words, setup)
+    n = pages.shape[1]
+    pages[RING, : n - 1] = saved[: n - 1]
+    pages[REFS] = saved[n - 1 : 2 * n - 1]
+    for i in range(5):
+        words[i if i < 4 else NUM_PAGES] = saved[2 * n - 1 + i]
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def tick(words, mailbox, setup):
+    begin_op(words, setup)
+    end_op(words, mailbox, STATUS_OK)
+
+
+_I4, _I8 = types.int32[::1], types.int64[::1]
+_STATE = (types.int32[:, ::1], _I8, _I8, _I8)
+_SIGNATURES: list[tuple[Any, tuple]] = [
+    (free_by_slot, (*_STATE, _I8, types.boolean, types.int64, types.int64)),
+    (free_by_page, (*_STATE, _I8, types.int64, types.int64)),
+    (retain, (*_STATE, _I8)),
+    (merge_sorted, (*_STATE[:2], types.int64)),
+    (clear_all, (*_STATE, types.int64)),
+    (save, (*_STATE, _I4)),
+    (load, (*_STATE, _I4)),
+    (tick, (_I8, _I8, _I8)),
+]
+
+
+class NumbaBackend(HostBackend):
+    """All operations, compiled for the host. Made ready when it is constructed: no later call compiles."""
+
+    name = "numba"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # One row more than pages, as the counts have: the ring's last cell is unused.
+        self.pages = np.zeros((5, self.capacity + 1), np.int32)
+        self.free_ring, self.ref_count = self.pages[RING, : self.capacity], self.pages[REFS]
+        self.setup = np.array([self.page_size, self.strict, self.refused_slot, 0, 0, 0, 0, 0], np.int64)
+        self.warmup()
+
+    def warmup(self) -> None:
+        """Compile every kernel, or load it from numba's cache."""
+        out = _I8 if self.index_dtype == np.int64 else _I4
+        for kernel, signature in (
+            *_SIGNATURES,
+            (alloc, (*_STATE, _I8, _I8, _I8, types.int64, out)),
+            (alloc_whole, (*_STATE, types.int64, out)),
+        ):
+            kernel.compile(signature)
+
+    def _state(self):
+        setup = self.setup
+        setup[HOST_OP], setup[ERROR_ACK], setup[QUIET], setup[KIND] = (
+            self.host_op,
+            self.error_ack,
+            self.quiet,
+            self.kind,
+        )
+        return self.pages, self.words, self.mailbox, setup
+
+    def alloc_pages(self, pages: int, out: np.ndarray) -> None:
+        alloc_whole(*self._state(), pages, out)
+
+    def alloc_extend(self, prefix, seq, last, num_tokens: int, out: np.ndarray) -> None:
+        alloc(*self._state(), prefix, seq, last, num_tokens, out)
+
+    def alloc_decode(self, seq, last, out: np.ndarray) -> None:
+        alloc(*self._state(), seq, seq, last, seq.shape[0], out)
+
+    def free_slots(self, slots, push: bool, index_base: int) -> None:
+        where = STAGE if self.need_sort else FRONT
+        free_by_slot(*self._state(), slots, push, where, index_base)
+
+    def free_pages(self, entries, divisor: int, where: Where) -> None:
+        free_by_page(*self._state(), entries, divisor, int(where))
+
+    def retain_pages(self, entries) -> None:
+        retain(*self._state(), entries)
+
+    def sort_free(self, bound: int) -> None:
+        merge_sorted(self.pages, self.words, bound)
+
+    def clear(self, num_pages: int) -> None:
+        clear_all(*self._state(), num_pages)
+
+    def backup(self) -> np.ndarray:
+        saved = np.empty(2 * self.capacity + 6, np.int32)
+        save(*self._state(), saved)
+        return saved
+
+    def restore(self, saved: np.ndarray) -> None:
+        load(*self._state(), saved)
+
+    def refresh(self) -> None:
+        tick(*self._state()[1:])
+
+    def memory(self) -> int:
+        return sum(a.nbytes for a in (self.pages, self.words, self.mailbox, self.setup))

@@ -1,0 +1,471 @@
+"""Which pages are free: the one state that the allocators stand on, and what the host may believe about it.
+
+The device holds the truth. The host keeps bounds, and mail from the device corrects them::
+
+        mail of op 7: exact       ops 8, 9 and 10 are queued, their mail is not here yet
+      |----------------------|  -3 .. -5 |  +2 .. +9 |  -1 |
+                                                            ^ free_at_least .. free_at_most
+
+An allocation that fits `free_at_least` is launched at once. Only one that does not waits for the exact figure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupaged.backends.layout import MAIL_WORDS, Kind, Status, Word
+from cupaged.errors import (
+    CaptureError,
+    ConcurrentCallError,
+    DeviceError,
+    DeviceTimeoutError,
+    IntegrityError,
+    device_error,
+)
+
+__all__ = ["PagePool", "PoolState", "Stats"]
+
+log = logging.getLogger("cupaged")
+
+WAIT_LIMIT_S = 60.0
+MOST_PENDING = 64
+
+_HOST_OP, _FREE, _STAGED, _SHARED = (1 + w for w in (Word.HOST_OP, Word.FREE, Word.STAGED, Word.SHARED))
+_STATUS, _ERROR = 1 + Word.STATUS, 1 + Word.ERROR_CODE
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of one pool since it was made.
+
+    Attributes
+    ----------
+    ops : int
+        Operations run on the device, graph replays included.
+    free_pages, staged_pages, owned_pages, shared_pages : int
+        Pages at the front, waiting for a merge, with an owner, and with more than one.
+    peak_pages : int
+        Most pages that had an owner at one time.
+    pages_allocated, pages_freed : int
+        Pages handed out, and come back, ever.
+    refusals : int
+        Allocations that gave no page.
+    errors : int
+        Recorded errors that the host has read.
+    """
+
+    ops: int
+    free_pages: int
+    staged_pages: int
+    owned_pages: int
+    shared_pages: int
+    peak_pages: int
+    pages_allocated: int
+    pages_freed: int
+    refusals: int
+    errors: int
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """What `PagePool.backup` returns: a copy of the state, and the bounds that held when it was taken."""
+
+    saved: Any
+    capacity: int
+    at_least: int
+    at_most: int
+    may_share: bool
+
+
+class PagePool:
+    """Pages 1 .. num_pages of one backend, with the host's bounds and the mail.
+
+    Parameters
+    ----------
+    backend : backend instance
+        Where the state lives and the kernels run.
+    errors : {"raise", "defer"}
+        What a recorded error does at the next mutating call.
+    """
+
+    def __init__(self, backend: Any, errors: str) -> None:
+        if errors not in ("raise", "defer"):
+            raise ValueError(f"errors must be 'raise' or 'defer', not {errors!r}")
+        self.backend = backend
+        self.capacity = self.num_pages = int(backend.capacity)
+        self.errors = errors
+        self.captured = False
+        self.capturing = False
+        self._replays_noted = False
+        self._refreshed_op = 0
+        self._host_refusals = 0
+        self._mail = backend.mail
+        self._sequence = -1
+        self._lock = threading.Lock()
+        self._owner = threading.get_ident()
+        self._op = self._mail_op = self._ack = 0
+        self._last_retain = 0
+        self._read_errors = 0
+        self._deferred: DeviceError | None = None
+        # (op, change of at_least, change of at_most, change of the front's lower bound)
+        self._pending: deque[tuple[int, int, int, int]] = deque()
+        self._merged_until = 0
+        self._known = (0, 0, 0, 0)  # free + staged: least and most; least at the front; shared
+        self.at_least = self.at_most = self.front_at_least = 0
+        self.clear(self.num_pages)
+
+    # ---- mutating calls ----------------------------------------------------------------------------------------
+
+    def enter(self, library: str) -> None:
+        """Begin a mutating call: one at a time, ordered on the caller's stream, recorded errors first."""
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentCallError("another call is changing this allocator; serialise the calls of your threads")
+        try:
+            self._owner = threading.get_ident()
+            self.capturing = self.backend.enter(library)
+            if self.capturing:
+                self.captured = True
+            elif self._mail[0] != self._sequence:
+                self._read_mail()
+            if self._deferred is not None and self.errors == "raise" and not self.capturing:
+                self._raise_deferred()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def leave(self) -> None:
+        """End a mutating call."""
+        self._lock.release()
+
+    def _begin(self, kind: Kind, quiet: bool = False) -> int:
+        backend = self.backend
+        backend.kind, backend.error_ack, backend.quiet = kind, self._ack, int(quiet)
+        if self.capturing:
+            backend.host_op = 0
+            return 0
+        self._op = backend.host_op = self._op + 1
+        return self._op
+
+    def allocate(
+        self, kind: Kind, least: int, most: int, sort_bound: int, launch: Callable[..., None], *args: Any
+    ) -> bool:
+        """Run an allocation that takes `least` to `most` pages; False if the pool is short.
+
+        `sort_bound` is what decides about a merge of staged pages.
+        """
+        backend = self.backend
+        if backend.need_sort and (self.capturing or sort_bound > self._front_known()):
+            backend.sort_free(sort_bound)
+        if self.capturing:
+            self._begin(kind)
+            launch(*args)
+            return True
+        if backend.synchronous:
+            self._begin(kind, quiet=True)
+            launch(*args)
+            self._read_mail()
+            return self._mail[_STATUS] != Status.SHORT
+        fits = most <= self.at_least and self._bounds_hold()
+        if not fits:
+            exact = self._exact_free()
+            if exact < least:
+                self._host_refusals += 1
+                return False
+            fits = most <= exact
+        op = self._begin(kind, quiet=not fits)
+        launch(*args)
+        self._expect(op, -most, -least, -most)
+        return fits or self._wait(op)[_STATUS] != Status.SHORT
+
+    def run(self, kind: Kind, at_least: int, at_most: int, launch: Callable[..., None], *args: Any) -> None:
+        """Run an op that gives back `at_least` to `at_most` pages, or changes nothing."""
+        op = self._begin(kind)
+        launch(*args)
+        if kind is Kind.RETAIN:
+            self._last_retain = self._op
+        if op:
+            front = 0 if self.backend.need_sort else at_least
+            self._expect(op, at_least, at_most, front)
+
+    def clear(self, num_pages: int) -> None:
+        """Make pages 1 .. num_pages free, in order, and forget all owners."""
+        self.num_pages = num_pages
+        op = self._begin(Kind.CLEAR)
+        self.backend.clear(num_pages)
+        self._reset_bounds(op, num_pages, num_pages)
+
+    def backup(self) -> PoolState:
+        """Copy the state."""
+        self.backend.kind = Kind.BACKUP
+        at_least, at_most = self.at_least, self.at_most
+        if not self._bounds_hold():
+            at_least, at_most = 0, self.num_pages
+        may_share = self.may_share()
+        op = self._begin(Kind.BACKUP)
+        saved = self.backend.backup()
+        self._expect(op, 0, 0, 0)
+        return PoolState(saved, self.capacity, at_least, at_most, may_share)
+
+    def restore(self, state: PoolState, num_pages: int) -> None:
+        """Put a copied state back; op numbers go on."""
+        op = self._begin(Kind.RESTORE)
+        self.backend.restore(state.saved)
+        self.num_pages = num_pages
+        self._reset_bounds(op, state.at_least, state.at_most)
+        self._last_retain = op if state.may_share else 0
+
+    def refresh(self) -> None:
+        """Wait for the device and make the bounds exact."""
+        self._need_eager("refresh")
+        self._op_refresh()
+
+    def _op_refresh(self) -> None:
+        op = self._begin(Kind.REFRESH)
+        self.backend.refresh()
+        self._wait(op)
+        self._refreshed_op = op
+
+    def sort(self) -> None:
+        """Merge the staged pages with the front, ascending."""
+        self.backend.sort_free(self.num_pages + 1)
+
+    def note_replay(self, pages_at_most: int) -> None:
+        """Tell that a captured graph was replayed and took at most so many pages."""
+        self._replays_noted = True
+        self._expect(self._op + 1, -pages_at_most, self.num_pages, -pages_at_most)
+
+    # ---- what the host believes --------------------------------------------------------------------------------
+
+    def may_share(self) -> bool:
+        """Whether a page may have more than one owner, as far as the host knows."""
+        return self.captured or self._known[3] > 0 or self._last_retain > self._mail_op
+
+    def _bounds_hold(self) -> bool:
+        return not self.captured or self._replays_noted or self._op == self._refreshed_op
+
+    def _front_known(self) -> int:
+        return self.front_at_least if self._bounds_hold() else 0
+
+    def _reset_bounds(self, op: int, at_least: int, at_most: int) -> None:
+        self._pending.clear()
+        self._merged_until = 0
+        # Older mail must not correct what starts here.
+        self._mail_op = op
+        self._known = (at_least, at_most, 0, 0)
+        self._last_retain = 0
+        self._sum()
+
+    def _expect(self, op: int, at_least: int, at_most: int, front: int) -> None:
+        """Note how op changes the bounds until its mail comes."""
+        if self._mail_op >= op:
+            return
+        pending = self._pending
+        pending.append((op, at_least, at_most, front))
+        if len(pending) > MOST_PENDING:
+            first, second = pending.popleft(), pending.popleft()
+            merged = second[0]
+            pending.appendleft((merged, *(x + y for x, y in zip(first[1:], second[1:], strict=True))))
+            self._merged_until = merged
+        self._sum()
+
+    def _sum(self) -> None:
+        low, high, front, _ = self._known
+        for _, d_low, d_high, d_front in self._pending:
+            low += d_low
+            high += d_high
+            front += d_front
+        total = self.num_pages
+        self.at_least = 0 if low < 0 else min(low, total)
+        self.at_most = max(0, min(high, total))
+        self.front_at_least = front if self.backend.need_sort else self.at_least
+
+    def _read_mail(self) -> memoryview | None:
+        """Take the newest mail, if it is whole: exact counters for all ops up to its own."""
+        mail = self._mail
+        sequence = mail[0]
+        if sequence & 1:
+            return None
+        words = mail[:MAIL_WORDS].tolist()
+        if mail[0] != sequence or words[0] != sequence:
+            return None
+        self._sequence = sequence
+        op = words[_HOST_OP]
+        if op >= self._mail_op and op >= self._merged_until:
+            self._mail_op = op
+            pending = self._pending
+            while pending and pending[0][0] <= op:
+                pending.popleft()
+            total = words[_FREE] + words[_STAGED]
+            self._known = (total, total, words[_FREE], words[_SHARED])
+            self._sum()
+        if words[_ERROR] and words[_ERROR + 1] > self._ack:
+            self._take_error(words)
+        return words
+
+    def _take_error(self, words: Any) -> None:
+        self._ack = words[_ERROR + 1]
+        error = device_error(*words[_ERROR : _ERROR + 4])
+        self._read_errors += 1
+        if self.errors == "defer":
+            log.error("recorded on the device: %s", error)
+        if self._deferred is None:
+            self._deferred = error
+
+    def _raise_deferred(self) -> None:
+        error, self._deferred = self._deferred, None
+        if error is not None:
+            raise error
+
+    def _wait(self, op: int) -> Any:
+        """Poll until the mail of `op` is here; its words."""
+        if self.capturing:
+            raise CaptureError("this call would have to wait, which a stream capture forbids")
+        begin = time.monotonic()
+        turn = 0
+        while True:
+            words = self._read_mail()
+            if words is not None and words[_HOST_OP] >= op:
+                return words
+            turn += 1
+            if turn > 100:
+                self.backend.poll()
+                waited = time.monotonic() - begin
+                if waited > WAIT_LIMIT_S:
+                    raise DeviceTimeoutError(
+                        f"the device has not finished op {op} of this allocator within {waited:.0f} s; "
+                        "its stream is stuck, or waits for something that never comes"
+                    )
+                time.sleep(20e-6 if turn < 1000 else 1e-3)
+
+    def _exact_free(self) -> int:
+        """Free pages, staged ones included; waits only if the figure is not known."""
+        if self.at_least != self.at_most or not self._bounds_hold():
+            if self.captured:
+                self._op_refresh()
+            else:
+                self._wait(self._op)
+        return self.at_least
+
+    # ---- read-only ---------------------------------------------------------------------------------------------
+
+    def _elsewhere(self) -> bool:
+        return threading.get_ident() != self._owner
+
+    def _need_eager(self, what: str) -> None:
+        if self.backend.enter(""):
+            raise CaptureError(f"{what} would have to wait, which a stream capture forbids")
+
+    def free_pages_count(self) -> int:
+        """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""
+        if self._elsewhere():
+            return self._last_known()
+        if self._mail[0] != self._sequence:
+            self._read_mail()
+        if self.at_least == self.at_most and self._bounds_hold():
+            return self.at_least
+        self._need_eager("available_size()")
+        return self._exact_free()
+
+    def _last_known(self) -> int:
+        """Free pages by the newest whole mail, read without touching the host's bounds."""
+        mail = self._mail
+        for _ in range(100):
+            words = mail[:MAIL_WORDS].tolist()
+            if not words[0] & 1 and mail[0] == words[0]:
+                return int(words[_FREE] + words[_STAGED])
+        return self._known[0]
+
+    def free_at_least(self) -> int:
+        """Lower bound of the free pages; never waits."""
+        if self._elsewhere():
+            return min(self.at_least, self._last_known()) if self._bounds_hold() else 0
+        if self._mail[0] != self._sequence:
+            self._read_mail()
+        return self.at_least if self._bounds_hold() else 0
+
+    def check(self) -> None:
+        """Raise the recorded error, if there is one; waits for the ops queued so far."""
+        if not self._elsewhere():
+            self._need_eager("check()")
+            if self.captured:
+                self._op_refresh()
+            else:
+                self._wait(self._op)
+        self._raise_deferred()
+
+    def settled_words(self) -> Any:
+        """The words after all queued ops."""
+        if self._elsewhere():
+            return self._mail[:MAIL_WORDS].tolist()[1:]
+        self._need_eager("this call")
+        if self.captured:
+            self._op_refresh()
+        return self._wait(self._op)[1:]
+
+    def stats(self) -> Stats:
+        """Counters, after all queued ops; from another thread the last known ones."""
+        w = self.settled_words()
+        return Stats(
+            ops=w[Word.OP],
+            free_pages=w[Word.FREE],
+            staged_pages=w[Word.STAGED],
+            owned_pages=w[Word.NUM_PAGES] - w[Word.FREE] - w[Word.STAGED],
+            shared_pages=w[Word.SHARED],
+            peak_pages=w[Word.PEAK],
+            pages_allocated=w[Word.ALLOCATED],
+            pages_freed=w[Word.FREED],
+            refusals=w[Word.REFUSALS] + self._host_refusals,
+            errors=self._read_errors,
+        )
+
+    def free_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Page ids at the front in the order of allocation, and the staged ones behind; waits."""
+        ring, _, w = self.snapshot()
+        position = (int(w[Word.HEAD]) + np.arange(int(w[Word.FREE] + w[Word.STAGED]))) % self.capacity
+        pages = ring[position]
+        return pages[: int(w[Word.FREE])], pages[int(w[Word.FREE]) :]
+
+    def snapshot(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ring, reference counts and words on the host; waits."""
+        self._need_eager("this call")
+        return self.backend.snapshot()
+
+    def check_integrity(self) -> None:
+        """Prove that no page is lost, in the free list twice, or both free and owned; waits.
+
+        Raises
+        ------
+        IntegrityError
+            Naming the first page, or the counter, that is wrong.
+        """
+        ring, refs, w = self.snapshot()
+        n, head = int(w[Word.NUM_PAGES]), int(w[Word.HEAD])
+        listed = int(w[Word.FREE] + w[Word.STAGED])
+        if not (0 <= head < self.capacity and 0 <= w[Word.FREE] and 0 <= w[Word.STAGED] and listed <= n):
+            raise IntegrityError(f"counters out of range: head {head}, free {w[Word.FREE]}, staged {w[Word.STAGED]}")
+        pages = ring[(head + np.arange(listed)) % self.capacity].astype(np.int64)
+        bad = (pages < 1) | (pages > n)
+        if bad.any():
+            raise IntegrityError(f"page {pages[bad][0]} in the free list is not in 1 .. {n}")
+        times = np.bincount(pages, minlength=n + 1)[1:]
+        refs = refs[1 : n + 1]
+        for mask, what in (
+            (times > 1, "is in the free list more than once"),
+            ((times > 0) & (refs != 0), "is both free and owned"),
+            ((times == 0) & (refs == 0), "is lost: neither free nor owned"),
+            (refs < 0, "has a negative count of owners"),
+        ):
+            if mask.any():
+                raise IntegrityError(f"page {int(mask.argmax()) + 1} {what}")
+        shared = int((refs > 1).sum())
+        if shared != w[Word.SHARED]:
+            raise IntegrityError(f"{shared} pages have more than one owner, but the counter says {w[Word.SHARED]}")
+

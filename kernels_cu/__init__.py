@@ -1,0 +1,1 @@
+"""The CUDA C sources, as data of the package."""

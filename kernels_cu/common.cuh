@@ -1,0 +1,230 @@
+// What every kernel of cupaged stands on: the argument struct, the pool's counters, the mailbox, block-wide scans.
+// No headers are included: they are what makes NVRTC slow.
+#pragma once
+
+typedef long long i64;
+typedef unsigned int u32;
+
+constexpr int INT32_LARGEST = 2147483647;
+constexpr i64 NO_BREACH = 9223372036854775807LL;
+constexpr u32 FULL_WARP = 0xffffffffu;
+constexpr i64 WHOLE_BATCH = -1;  // index of an error that no single entry made
+constexpr int PLAN_THREADS = 1024;
+
+// The pool's words, on the device and, copied by every op, in the mailbox. cupaged/backends/layout.py has the same list.
+enum Word {
+    HEAD,         // position of the first free page in the ring, in [0, capacity)
+    FREE,         // pages that an allocation may take
+    STAGED,       // freed pages that wait behind them until a merge (need_sort)
+    SHARED,       // pages with more than one owner
+    OP,           // ops that the device has run, graph replays included
+    HOST_OP,      // the host's number of the last eager op
+    NUM_PAGES,    // pages in use since the last resize; at most `capacity`
+    STATUS,       // of the last op: STATUS_OK, STATUS_SHORT or STATUS_REFUSED
+    RET,          // of the last allocation: new pages << 32 | tokens
+    OK,           // 1 if the last op was carried out: later kernels of a graph may read it
+    REFUSALS,     // allocations that gave no page
+    ALLOCATED,    // pages handed out, ever
+    FREED,        // pages that came back, ever
+    PEAK,         // most pages owned at one time
+    FIRST,        // plan of the current allocation: ring position of its first page
+    TOKENS,       // plan of the current allocation: tokens that get a slot
+    ERROR_CODE,   // the recorded error: op kind << 8 | breach; 0 = none
+    ERROR_OP,     // its op, as numbered by OP
+    ERROR_INDEX,  // its index in that op's batch
+    ERROR_VALUE,  // the offending value
+    NUM_WORDS,    // what the mailbox carries ends here
+    BREACH = NUM_WORDS,  // lowest `index << 8 | breach` that the marking blocks of a free have seen
+    STATE_WORDS,
+};
+
+enum Status { STATUS_OK, STATUS_SHORT, STATUS_REFUSED };
+
+enum Kind {
+    KIND_ALLOC = 1,
+    KIND_EXTEND,
+    KIND_DECODE,
+    KIND_FREE,
+    KIND_FREE_PAGES,
+    KIND_FREE_SEGMENT,
+    KIND_RETAIN,
+    KIND_CLEAR,
+    KIND_BACKUP,
+    KIND_RESTORE,
+    KIND_REFRESH,
+};
+
+enum Breach {
+    BREACH_NONE,
+    BREACH_SHORT,
+    BREACH_LENGTH,
+    BREACH_SUM,
+    BREACH_MISALIGNED,
+    BREACH_RANGE,
+    BREACH_FREE_PAGE,
+    BREACH_SHARED_PAGE,
+    BREACH_DOUBLE_FREE,
+};
+
+enum Where { FRONT, BACK, STAGE };
+
+// One-dimensional int32 or int64 argument with any stride.
+struct Vec {
+    const char* data;
+    i64 stride;  // bytes
+    int wide;    // 1: int64
+    int unused;
+
+    __device__ __forceinline__ i64 at(i64 i) const {
+        const char* p = data + i * stride;
+        return wide ? *reinterpret_cast<const i64*>(p) : *reinterpret_cast<const int*>(p);
+    }
+};
+
+struct Args {
+    // the pool: the same in every launch
+    int* free_ring;
+    int* ref_count;
+    int* first_index;   // lowest index among the entries of the free that runs; INT32_LARGEST between ops
+    u32* touched;       // a bit a page, all 0 between ops
+    u32* touched_groups;  // a bit for each 32 words of `touched`
+    u32* freed;         // a bit a page: pages that lost their last owner and are not in the ring yet
+    u32* freed_groups;
+    i64* words;
+    i64* mailbox;
+    int* plan_tokens;   // first token of each request in the output
+    int* plan_pages;    // new pages of the requests before
+    i64 refused_slot;
+    int capacity;
+    int page_size;
+    int page_shift;     // log2(page_size), or -1
+    int wide_out;       // 1: slots are int64
+    int strict;
+    int need_sort;
+    // this op
+    i64 host_op;        // 0 while a graph is captured
+    i64 error_ack;      // recorded errors up to this op are known to the host
+    Vec prefix;
+    Vec seq;
+    Vec last;
+    char* out;
+    i64 num_tokens;
+    i64 n;
+    int kind;
+    int quiet;          // 1: a short pool is an answer, not an error
+    int where;
+    int push;
+};
+
+// ---- pages ---------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ i64 div_page(const Args& a, i64 n) {
+    if (a.page_shift >= 0) return n >> a.page_shift;
+    if (n >= 0 && n <= INT32_LARGEST) return static_cast<u32>(n) / static_cast<u32>(a.page_size);
+    i64 q = n / a.page_size;
+    return q * a.page_size > n ? q - 1 : q;  // floor, as the shift does
+}
+
+__device__ __forceinline__ i64 up_pages(const Args& a, i64 n) { return div_page(a, n + a.page_size - 1); }
+
+__device__ __forceinline__ i64 ring_position(const Args& a, i64 i) { return i >= a.capacity ? i - a.capacity : i; }
+
+__device__ __forceinline__ void put_slot(const Args& a, i64 i, i64 slot) {
+    if (a.wide_out)
+        reinterpret_cast<i64*>(a.out)[i] = slot;
+    else
+        reinterpret_cast<int*>(a.out)[i] = static_cast<int>(slot);
+}
+
+// ---- block-wide sums -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ i64 warp_inclusive(i64 x) {
+    const int lane = threadIdx.x & 31;
+    for (int d = 1; d < 32; d <<= 1) {
+        i64 y = __shfl_up_sync(FULL_WARP, x, d);
+        if (lane >= d) x += y;
+    }
+    return x;
+}
+
+// Exclusive prefix sum over the block, whose size is a multiple of 32; `total` gets the sum. `carry` is scratch of
+// one value a warp, free to be written again once every thread has returned and met another barrier.
+__device__ __forceinline__ i64 block_exclusive(i64 x, i64* carry, i64& total) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const i64 inclusive = warp_inclusive(x);
+    if (lane == 31) carry[warp] = inclusive;
+    __syncthreads();
+    const i64 mine = lane < warps ? carry[lane] : 0;
+    const i64 sums = warp_inclusive(mine);
+    total = __shfl_sync(FULL_WARP, sums, 31);
+    const i64 before = __shfl_sync(FULL_WARP, sums - mine, warp);
+    return before + inclusive - x;
+}
+
+// ---- ops, errors, mail ---------------------------------------------------------------------------------------
+
+// Starts an op: thread 0 of the one block that commits.
+__device__ __forceinline__ void begin_op(const Args& a) {
+    i64* w = a.words;
+    w[OP] += 1;
+    if (a.host_op) w[HOST_OP] = a.host_op;
+    if (w[ERROR_CODE] && w[ERROR_OP] <= a.error_ack) w[ERROR_CODE] = 0;
+}
+
+// Ops come in order, so the first error that stands is the one with the lowest op.
+__device__ __forceinline__ void record(const Args& a, int breach, i64 index, i64 value) {
+    i64* w = a.words;
+    if (w[ERROR_CODE]) return;
+    w[ERROR_CODE] = (a.kind << 8) | breach;
+    w[ERROR_OP] = w[OP];
+    w[ERROR_INDEX] = index;
+    w[ERROR_VALUE] = value;
+}
+
+__device__ __forceinline__ void end_op(const Args& a, int status) {
+    a.words[STATUS] = status;
+    a.words[OK] = status == STATUS_OK;
+}
+
+// Copies the words to the host: the first warp, after thread 0 has ended the op. The sequence is odd while the mail
+// is written, so that the host never takes half of one and half of the next.
+__device__ __forceinline__ void post(const Args& a) {
+    __syncwarp();
+    volatile i64* mail = a.mailbox;
+    const i64 sequence = 2 * a.words[OP];
+    if (threadIdx.x == 0) mail[0] = sequence - 1;
+    __threadfence_system();
+    __syncwarp();
+    if (threadIdx.x < NUM_WORDS) mail[1 + threadIdx.x] = a.words[threadIdx.x];
+    __threadfence_system();
+    __syncwarp();
+    if (threadIdx.x == 0) mail[0] = sequence;
+}
+
+__device__ __forceinline__ bool is_page(const Args& a, i64 page) { return page >= 1 && page <= a.words[NUM_PAGES]; }
+
+// Takes `pages` from the front of the ring: thread 0.
+__device__ __forceinline__ void take_pages(const Args& a, i64 pages) {
+    i64* w = a.words;
+    w[FIRST] = w[HEAD];
+    w[HEAD] = ring_position(a, w[HEAD] + pages);
+    w[FREE] -= pages;
+    w[ALLOCATED] += pages;
+    const i64 owned = w[NUM_PAGES] - w[FREE] - w[STAGED];
+    if (owned > w[PEAK]) w[PEAK] = owned;
+}
+
+// Position in the ring of the first of `pages` that come back, and their count: thread 0. Staged pages and pages at
+// the back lie behind the free ones, where no allocation moves anything.
+__device__ __forceinline__ i64 give_pages(const Args& a, i64 pages) {
+    i64* w = a.words;
+    w[FREED] += pages;
+    if (a.where == FRONT) {
+        w[HEAD] = w[HEAD] >= pages ? w[HEAD] - pages : w[HEAD] - pages + a.capacity;
+        w[FREE] += pages;
+        return w[HEAD];
+    }
+    const i64 first = ring_position(a, w[HEAD] + w[FREE] + w[STAGED]);
+    w[a.where == BACK ? FREE : STAGED] += pages;
+    return first;
+}

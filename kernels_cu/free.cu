@@ -1,0 +1,258 @@
+// Frees: mark, then compact in order, then push. And `retain`, their opposite.
+#include "common.cuh"
+
+// ---- free by slot: every page that the call touches loses one owner ---------------------------------------------
+
+__device__ __forceinline__ bool bit_of(const u32* bits, i64 page) { return (bits[page >> 5] >> (page & 31)) & 1; }
+
+__device__ __forceinline__ void breach_at(i64* lowest, i64 index, int breach) {
+    atomicMin(lowest, (index << 8) | breach);
+}
+
+// Marks the page of entry i. A page that lost its last owner earlier in the same group is no error.
+__device__ __forceinline__ void mark_slot(const Args& a, i64 i) {
+    const i64 slot = a.seq.at(i);
+    const i64 page = slot < 0 ? -1 : div_page(a, slot);
+    if (!is_page(a, page)) {
+        breach_at(&a.words[BREACH], i, BREACH_RANGE);
+        return;
+    }
+    if (i > 0 && div_page(a, a.seq.at(i - 1)) == page) return;  // runs of one page are the common case
+    if (a.ref_count[page] == 0) {
+        if (!bit_of(a.freed, page)) breach_at(&a.words[BREACH], i, BREACH_DOUBLE_FREE);
+        return;
+    }
+    const u32 before = atomicOr(&a.touched[page >> 5], 1u << (page & 31));
+    if (before == 0) atomicOr(&a.touched_groups[page >> 15], 1u << ((page >> 10) & 31));
+}
+
+extern "C" __global__ void __launch_bounds__(256) mark_slots(const Args a) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < a.n) mark_slot(a, i);
+}
+
+// Calls f(group) for every set bit, ascending, in every warp alike. A group is 32 words, 1,024 pages.
+template <typename F>
+__device__ __forceinline__ void for_each_group(const Args& a, const u32* groups, F f) {
+    const i64 count = (static_cast<i64>(a.capacity) >> 15) + 1;
+    const int lane = threadIdx.x & 31;
+    for (i64 base = 0; base < count; base += 32) {
+        const u32 mine = base + lane < count ? groups[base + lane] : 0;
+        u32 some = __ballot_sync(FULL_WARP, mine != 0);
+        while (some) {
+            const int from = __ffs(some) - 1;
+            some &= some - 1;
+            u32 bits = __shfl_sync(FULL_WARP, mine, from);
+            while (bits) {
+                f((base + from) * 32 + __ffs(bits) - 1);
+                bits &= bits - 1;
+            }
+        }
+    }
+}
+
+// Takes one owner off every touched page and notes those that lost their last. Warp k has word k of each group.
+__device__ __forceinline__ void settle_touched(const Args& a) {
+    __shared__ int unshared;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    if (threadIdx.x == 0) unshared = 0;
+    __syncthreads();
+    for_each_group(a, a.touched_groups, [&](i64 group) {
+        const i64 word = group * 32 + warp;
+        const u32 bits = a.touched[word];
+        if (!bits) return;
+        int owners = -1;
+        if ((bits >> lane) & 1) {
+            owners = a.ref_count[word * 32 + lane] - 1;
+            a.ref_count[word * 32 + lane] = owners;
+        }
+        const u32 gone = __ballot_sync(FULL_WARP, owners == 0);
+        const u32 single = __ballot_sync(FULL_WARP, owners == 1);
+        if (lane == 0) {
+            a.touched[word] = 0;
+            a.freed[word] |= gone;
+            if (gone) atomicOr(&a.freed_groups[group >> 5], 1u << (group & 31));
+            if (single) atomicAdd(&unshared, __popc(single));
+        }
+    });
+    __syncthreads();
+    const i64 count = (static_cast<i64>(a.capacity) >> 15) + 1;
+    for (i64 i = threadIdx.x; i < count; i += blockDim.x) a.touched_groups[i] = 0;
+    if (threadIdx.x == 0) a.words[SHARED] -= unshared;
+}
+
+// Puts the noted pages back into the ring, ascending.
+__device__ __forceinline__ void push_freed(const Args& a) {
+    __shared__ i64 first;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    i64 total = 0;
+    for_each_group(a, a.freed_groups, [&](i64 group) {
+        total += __shfl_sync(FULL_WARP, warp_inclusive(__popc(a.freed[group * 32 + lane])), 31);
+    });
+    if (threadIdx.x == 0) first = give_pages(a, total);
+    __syncthreads();
+    i64 done = first;
+    for_each_group(a, a.freed_groups, [&](i64 group) {
+        const u32 word = a.freed[group * 32 + lane];
+        const i64 inclusive = warp_inclusive(__popc(word));
+        const i64 before = __shfl_sync(FULL_WARP, inclusive - __popc(word), warp);
+        const u32 mine = __shfl_sync(FULL_WARP, word, warp);
+        if ((mine >> lane) & 1) {
+            const int rank = __popc(mine & ((1u << lane) - 1));
+            a.free_ring[ring_position(a, done + before + rank)] = static_cast<int>((group * 32 + warp) * 32 + lane);
+        }
+        done = ring_position(a, done + __shfl_sync(FULL_WARP, inclusive, 31));
+    });
+    __syncthreads();
+    for_each_group(a, a.freed_groups, [&](i64 group) {
+        if (lane == 0) a.freed[group * 32 + warp] = 0;
+    });
+    __syncthreads();
+    const i64 count = (static_cast<i64>(a.capacity) >> 15) + 1;
+    for (i64 i = threadIdx.x; i < count; i += blockDim.x) a.freed_groups[i] = 0;
+}
+
+// Ends one call of `free`: 1,024 threads, since each warp has a word of a group. `error_base` of a group's later
+// calls is in num_tokens.
+__device__ __forceinline__ void settle(const Args& a) {
+    settle_touched(a);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        begin_op(a);
+        const i64 lowest = a.words[BREACH];
+        if (lowest != NO_BREACH) {
+            record(a, static_cast<int>(lowest & 255), a.num_tokens + (lowest >> 8), a.seq.at(lowest >> 8));
+            a.words[BREACH] = NO_BREACH;
+        }
+    }
+    __syncthreads();
+    if (a.push) push_freed(a);
+    if (threadIdx.x == 0) end_op(a, STATUS_OK);
+    if (threadIdx.x < 32) post(a);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) settle_slots(const Args a) { settle(a); }
+
+// Few slots: one launch.
+extern "C" __global__ void __launch_bounds__(1024) free_slots_small(const Args a) {
+    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) mark_slot(a, i);
+    __syncthreads();
+    settle(a);
+}
+
+// ---- free by page id: one owner an entry, pages in the caller's order -------------------------------------------
+
+// For a segment the entries are slots of page-aligned tokens; num_tokens is what an entry is divided by.
+__device__ __forceinline__ i64 entry_page(const Args& a, i64 i) {
+    const i64 entry = a.seq.at(i);
+    if (a.num_tokens == 1 || entry < 0) return entry;
+    return div_page(a, entry);
+}
+
+// Gives back what was taken too often: the last entries of each page that has gone below zero. One thread, since
+// only a broken contract leads here. Returns the lowest such index.
+__device__ __noinline__ i64 undo_excess(const Args& a) {
+    i64 lowest = a.n;
+    for (i64 i = a.n - 1; i >= 0; --i) {
+        const i64 page = entry_page(a, i);
+        if (!is_page(a, page) || a.ref_count[page] >= 0) continue;
+        a.ref_count[page] += 1;
+        lowest = i;
+    }
+    return lowest;
+}
+
+// A page is pushed at its lowest index among the entries, if that is i and no owner is left.
+__device__ __forceinline__ bool pushes(const Args& a, i64 i) {
+    if (i >= a.n) return false;
+    const i64 page = entry_page(a, i);
+    return is_page(a, page) && a.first_index[page] == i && a.ref_count[page] == 0;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) free_page_ids(const Args a) {
+    __shared__ i64 carry[2][32], breach, first;
+    __shared__ int unshared;
+    if (threadIdx.x == 0) {
+        breach = NO_BREACH;
+        unshared = 0;
+    }
+    __syncthreads();
+    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
+        const i64 page = entry_page(a, i);
+        if (!is_page(a, page))
+            breach_at(&breach, i, BREACH_RANGE);
+        else if (a.ref_count[page] == 0)
+            breach_at(&breach, i, BREACH_DOUBLE_FREE);
+        else
+            atomicMin(&a.first_index[page], static_cast<int>(i));
+    }
+    __syncthreads();
+    int excess = 0;
+    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
+        const i64 page = entry_page(a, i);
+        if (!is_page(a, page) || a.first_index[page] == INT32_LARGEST) continue;
+        const int owners = atomicSub(&a.ref_count[page], 1);
+        if (owners == 2) atomicAdd(&unshared, 1);
+        excess |= owners <= 0;
+    }
+    if (__syncthreads_or(excess)) {
+        if (threadIdx.x == 0) breach_at(&breach, undo_excess(a), BREACH_DOUBLE_FREE);
+        __syncthreads();
+    }
+    i64 mine = 0;
+    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) mine += pushes(a, i);
+    i64 total;
+    block_exclusive(mine, carry[0], total);
+    if (threadIdx.x == 0) {
+        begin_op(a);
+        if (breach != NO_BREACH) record(a, static_cast<int>(breach & 255), breach >> 8, a.seq.at(breach >> 8));
+        a.words[SHARED] -= unshared;
+        first = give_pages(a, total);
+    }
+    __syncthreads();
+    i64 done = first;
+    int turn = 1;
+    for (i64 base = 0; base < a.n; base += blockDim.x, turn ^= 1) {
+        const i64 i = base + threadIdx.x;
+        const bool push = pushes(a, i);
+        i64 tile;
+        const i64 rank = block_exclusive(push, carry[turn], tile);
+        if (push) a.free_ring[ring_position(a, done + rank)] = static_cast<int>(entry_page(a, i));
+        done = ring_position(a, done + tile);
+    }
+    __syncthreads();
+    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
+        const i64 page = entry_page(a, i);
+        if (is_page(a, page)) a.first_index[page] = INT32_LARGEST;
+    }
+    if (threadIdx.x == 0) end_op(a, STATUS_OK);
+    if (threadIdx.x < 32) post(a);
+}
+
+// One owner more for the page of each entry.
+extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const Args a) {
+    __shared__ i64 breach;
+    __shared__ int shared;
+    if (threadIdx.x == 0) {
+        breach = NO_BREACH;
+        shared = 0;
+    }
+    __syncthreads();
+    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
+        const i64 page = entry_page(a, i);
+        if (!is_page(a, page))
+            breach_at(&breach, i, BREACH_RANGE);
+        else if (a.ref_count[page] == 0)
+            breach_at(&breach, i, BREACH_FREE_PAGE);
+        else if (atomicAdd(&a.ref_count[page], 1) == 1)
+            atomicAdd(&shared, 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        begin_op(a);
+        if (breach != NO_BREACH) record(a, static_cast<int>(breach & 255), breach >> 8, a.seq.at(breach >> 8));
+        a.words[SHARED] += shared;
+        end_op(a, STATUS_OK);
+    }
+    if (threadIdx.x < 32) post(a);
+}
