@@ -10,7 +10,7 @@ import numpy as np
 from cupaged import backends
 from cupaged.backends.layout import INT32_LARGEST, Kind, Where, Word
 from cupaged.errors import CaptureError, IntegrityError
-from cupaged.geometry import check_lengths, extend_bounds, pages_for, pages_taken
+from cupaged.geometry import check_lengths, extend_bounds, pages_taken
 from cupaged.interop import host_array, is_on_gpu, library_of, parse_device, to_host
 from cupaged.pool import PagePool, PoolState, Stats
 
@@ -293,9 +293,7 @@ class PagedTokenToKVPoolAllocator:
                 if self._on_gpu:
                     least = most = int(((host_seq - 1) % self.page_size == 0).sum())
             result, slots = self._output(library, batch, out)
-            granted = self.pool.allocate(
-                Kind.DECODE, least, most, batch, backend.alloc_decode, seq, last, slots
-            )
+            granted = self.pool.allocate(Kind.DECODE, least, most, batch, backend.alloc_decode, seq, last, slots)
             return self._finish(result if granted else None)
         finally:
             self.pool.leave()
@@ -344,7 +342,7 @@ class PagedTokenToKVPoolAllocator:
             if self.backend.length(vector) == 0:
                 return
             if self._group is not None:
-                self._group.add_slots(self.backend.queue(vector, False), num_pages)
+                self._group.add_slots(self.backend.queue(vector), num_pages)
                 return
             self._free_slots([vector], [num_pages])
             self._finish(None)
@@ -417,7 +415,7 @@ class PagedTokenToKVPoolAllocator:
         if n == 0:
             return
         if self._group is not None:
-            self._group.pages.append((self.backend.queue(vector, True), divisor))
+            self._group.pages.append((self.backend.queue(vector), divisor))
             return
         self._push_entries(vector, divisor, kind, n)
         self._finish(None)
@@ -453,6 +451,7 @@ class PagedTokenToKVPoolAllocator:
         """
         if self._group is not None:
             raise RuntimeError("free_group_begin() while a group is open: groups do not nest")
+        self.backend.queue_begin()
         self._group = _Group()
 
     def free_group_end(self) -> None:

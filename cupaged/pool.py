@@ -138,11 +138,12 @@ class PagePool:
             if self._deferred is not None and self.errors == "raise" and not self.capturing:
                 self._raise_deferred()
         except BaseException:
-            self._lock.release()
+            self.leave()
             raise
 
     def leave(self) -> None:
         """End a mutating call."""
+        self.backend.leave()
         self._lock.release()
 
     def _begin(self, kind: Kind, quiet: bool = False) -> int:
@@ -272,7 +273,7 @@ class PagePool:
         if len(pending) > MOST_PENDING:
             first, second = pending.popleft(), pending.popleft()
             merged = second[0]
-            pending.appendleft((merged, *(x + y for x, y in zip(first[1:], second[1:], strict=True))))
+            pending.appendleft((merged, first[1] + second[1], first[2] + second[2], first[3] + second[3]))
             self._merged_until = merged
         self._sum()
 
@@ -449,8 +450,9 @@ class PagePool:
         ring, refs, w = self.snapshot()
         n, head = int(w[Word.NUM_PAGES]), int(w[Word.HEAD])
         listed = int(w[Word.FREE] + w[Word.STAGED])
-        if not (0 <= head < self.capacity and 0 <= w[Word.FREE] and 0 <= w[Word.STAGED] and listed <= n):
-            raise IntegrityError(f"counters out of range: head {head}, free {w[Word.FREE]}, staged {w[Word.STAGED]}")
+        free, staged = int(w[Word.FREE]), int(w[Word.STAGED])
+        if not (0 <= head < self.capacity and free >= 0 and staged >= 0 and listed <= n):
+            raise IntegrityError(f"counters out of range: head {head}, free {free}, staged {staged}")
         pages = ring[(head + np.arange(listed)) % self.capacity].astype(np.int64)
         bad = (pages < 1) | (pages > n)
         if bad.any():
@@ -468,4 +470,3 @@ class PagePool:
         shared = int((refs > 1).sum())
         if shared != w[Word.SHARED]:
             raise IntegrityError(f"{shared} pages have more than one owner, but the counter says {w[Word.SHARED]}")
-

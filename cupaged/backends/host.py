@@ -54,11 +54,10 @@ class HostBackend:
         self.ref_count = np.zeros(num_pages + 1, np.int32)
         self.words = np.zeros(NUM_WORDS, np.int64)
         self.mailbox = np.zeros(MAIL_WORDS, np.int64)
-        self.mail = memoryview(self.mailbox)
+        self.mail = memoryview(self.mailbox.data)
         self.freed: set[int] = set()
         self.kind = Kind.CLEAR
         self.host_op = self.error_ack = self.quiet = 0
-        self._queue: list[np.ndarray] = []
 
     def use_library(self, *arrays: Any) -> str:
         """Library in which the result for these arguments leaves."""
@@ -100,7 +99,13 @@ class HostBackend:
     def poll(self) -> None:
         """Raise if the device has failed."""
 
-    def queue(self, vector: np.ndarray, pages: bool) -> np.ndarray:
+    def leave(self) -> None:
+        """End an op."""
+
+    def queue_begin(self) -> None:
+        """Start a group of frees."""
+
+    def queue(self, vector: np.ndarray) -> np.ndarray:
         """A copy of a queued array, for the end of the group."""
         return vector.copy()
 

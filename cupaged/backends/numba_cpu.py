@@ -1,4 +1,4 @@
-"""The default without a GPU: the same operations, compiled by numba for the host, page by page instead of slot by slot.
+"""The default without a GPU: the same operations, compiled by numba for the host, page by page.
 
 The kernels take the state as three arrays: `pages` (int32, five rows: ring, reference counts, touched marks, freed
 pages, scratch), `words` (int64, as in `layout`), `mailbox`; and `setup`, one int64 array of what a pool is made with.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupaged.backends.host import HostBackend
-from cupaged.backends.layout import INT32_LARGEST, SAVED_WORDS, WHOLE_BATCH, Breach, Kind, Status, Where, Word
+from cupaged.backends.layout import INT32_LARGEST, SAVED_WORDS, WHOLE_BATCH, Breach, Status, Where, Word
 
 __all__ = ["ReferenceBackend"]
 

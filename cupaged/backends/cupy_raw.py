@@ -1,0 +1,425 @@
+"""CUDA C through CuPy: the default wherever CuPy sees a GPU.
+
+All kernels take one struct by value. `CudaBackend` fills it and decides which kernels an op launches; `CupyBackend`
+adds memory, streams and the launch itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from cupaged.backends.gpu import GpuBackend
+from cupaged.backends.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
+from cupaged.errors import CaptureError
+from cupaged.interop import DeviceVector
+
+__all__ = ["ARGS", "KERNELS", "CudaBackend", "CupyBackend", "probe", "source"]
+
+KERNELS = (
+    "decode_small",
+    "plan_requests",
+    "write_slots",
+    "plan_pages",
+    "write_pages",
+    "mark_slots",
+    "settle_slots",
+    "free_slots_small",
+    "free_page_ids",
+    "retain_page_ids",
+    "sort_free",
+    "clear_pool",
+    "backup_pool",
+    "restore_pool",
+    "refresh_pool",
+    "queue_entries",
+)
+_SOURCES = ("alloc.cu", "free.cu", "state.cu")
+PLAN_THREADS = 1024
+TILE = 256
+SMALL_FREE = 4096  # slots that one block marks and settles in a single launch
+
+_VEC = np.dtype([("data", "u8"), ("stride", "i8"), ("wide", "i4"), ("unused", "i4")])
+_POOL_FIELDS = [
+    *((name, "u8") for name in ("free_ring", "ref_count", "first_index", "touched", "touched_groups")),
+    *((name, "u8") for name in ("freed", "freed_groups", "words", "mailbox", "plan_tokens", "plan_pages")),
+    ("refused_slot", "i8"),
+    *((name, "i4") for name in ("capacity", "page_size", "page_shift", "wide_out", "strict", "need_sort")),
+]
+# The C struct's fields in its order; the tests compare every offset.
+ARGS = np.dtype(
+    [
+        *_POOL_FIELDS,
+        ("host_op", "i8"),
+        ("error_ack", "i8"),
+        ("prefix", _VEC),
+        ("seq", _VEC),
+        ("last", _VEC),
+        ("out", "u8"),
+        ("num_tokens", "i8"),
+        ("n", "i8"),
+        ("kind", "i4"),
+        ("quiet", "i4"),
+        ("where", "i4"),
+        ("push", "i4"),
+    ],
+    align=True,
+)
+_OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
+_PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
+_NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
+
+
+@functools.cache
+def source() -> str:
+    """All kernels as one translation unit: no include paths at run time, and CuPy's disk cache sees every change."""
+    files = resources.files("cupaged.kernels_cu")
+    parts = ['#line 1 "common.cuh"', files.joinpath("common.cuh").read_text().replace("#pragma once", "")]
+    for name in _SOURCES:
+        parts.append(f'#line 1 "{name}"')
+        parts.append(files.joinpath(name).read_text().replace('#include "common.cuh"', ""))
+    return "\n".join(parts)
+
+
+def probe() -> tuple[bool, str, str]:
+    """Whether CuPy is here and sees a GPU; if not, why, and what to install."""
+    try:
+        import cupy
+    except ImportError:
+        return False, "CuPy is not installed", 'pip install "cupaged[cuda13]" (or cuda12, to match your driver)'
+    except Exception as error:  # a broken installation: the loader's own words say what is missing
+        return False, f"CuPy does not load ({_first_line(error)})", "reinstall the cupy-cuda wheel for your driver"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return False, f"CuPy sees no GPU ({_first_line(error)})", "needs an NVIDIA GPU and its driver"
+    if count == 0:
+        return False, "CuPy sees no GPU", "needs an NVIDIA GPU and its driver"
+    return True, "", ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+class CudaBackend(GpuBackend):
+    """Which kernels an op launches, with which arguments, over memory that a subclass gives."""
+
+    name = "cupy"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        n = self.capacity
+        groups = (n >> 15) + 1
+        self._args = np.zeros(1, ARGS)
+        self._buffer = self._args.data.cast("B")
+        self.free_ring = self._own("free_ring", n, np.int32)
+        self.ref_count = self._own("ref_count", n + 1, np.int32)
+        self._own("first_index", n + 1, np.int32)
+        self._own("touched", groups * 1024, np.uint32)
+        self._own("touched_groups", groups, np.uint32)
+        self._own("freed", groups * 1024, np.uint32)
+        self._own("freed_groups", groups, np.uint32)
+        self.words = self._own("words", STATE_WORDS, np.int64)
+        self.mail, self._args["mailbox"] = self._mapped(MAIL_WORDS)
+        self._make_scratch(self.max_batch)
+        for field, value in (
+            ("refused_slot", self.refused_slot),
+            ("capacity", n),
+            ("page_size", self.page_size),
+            ("page_shift", _log2(self.page_size)),
+            ("wide_out", self.index_dtype.itemsize == 8),
+            ("strict", self.strict),
+            ("need_sort", self.need_sort),
+        ):
+            self._args[field] = value
+
+    # ---- what a subclass has -----------------------------------------------------------------------------------
+
+    def _zeros(self, n: int, dtype: Any) -> tuple[Any, int]:
+        raise NotImplementedError
+
+    def _mapped(self, n: int) -> tuple[memoryview, int]:
+        """Pinned host memory of n int64 words that the device writes: the host's view and the device's address."""
+        raise NotImplementedError
+
+    def _launch(self, kernel: str, blocks: int, threads: int) -> None:
+        raise NotImplementedError
+
+    # ---- arguments ---------------------------------------------------------------------------------------------
+
+    def _own(self, field: str, n: int, dtype: Any) -> Any:
+        array, self._args[field] = self._zeros(n, dtype)
+        self._keep = (*getattr(self, "_keep", ()), array)
+        return array
+
+    def _make_scratch(self, batch: int) -> None:
+        if self.captured:
+            raise CaptureError(
+                f"a batch of {batch} is larger than max_batch, {self.max_batch}, and scratch cannot grow after a "
+                "capture; make the allocator with a larger max_batch"
+            )
+        self.max_batch = batch
+        self._scratch = (self._zeros(batch, np.int32), self._zeros(batch, np.int32))
+        self._args["plan_tokens"], self._args["plan_pages"] = (address for _, address in self._scratch)
+
+    def _pack(
+        self,
+        *,
+        prefix: DeviceVector = _NO_VECTOR,
+        seq: DeviceVector = _NO_VECTOR,
+        last: DeviceVector = _NO_VECTOR,
+        out: int = 0,
+        num_tokens: int = 0,
+        n: int = 0,
+        where: int = 0,
+        push: int = 1,
+    ) -> None:
+        _PACK_OP(
+            self._buffer,
+            _OP_OFFSET,
+            self.host_op,
+            self.error_ack,
+            prefix[0],
+            prefix[1],
+            prefix[2],
+            0,
+            seq[0],
+            seq[1],
+            seq[2],
+            0,
+            last[0],
+            last[1],
+            last[2],
+            0,
+            out,
+            num_tokens,
+            n,
+            self.kind,
+            self.quiet,
+            where,
+            push,
+        )
+
+    # ---- operations --------------------------------------------------------------------------------------------
+
+    def alloc_pages(self, pages: int, out: int) -> None:
+        slots = pages * self.page_size
+        self._pack(out=out, num_tokens=slots, n=pages)
+        self._launch("plan_pages", 1, 32)
+        self._launch("write_pages", -(-slots // TILE), TILE)
+
+    def alloc_extend(self, prefix, seq, last, num_tokens: int, out: int) -> None:
+        n = seq[3]
+        if n > self.max_batch:
+            self._make_scratch(n)
+        self._pack(prefix=prefix, seq=seq, last=last, out=out, num_tokens=num_tokens, n=n)
+        self._plan_and_write(n, num_tokens)
+
+    def alloc_decode(self, seq, last, out: int) -> None:
+        n = seq[3]
+        if n > self.max_batch:
+            self._make_scratch(n)
+        self._pack(seq=seq, last=last, out=out, num_tokens=n, n=n)
+        if n <= PLAN_THREADS:
+            self._launch("decode_small", 1, _threads(n))
+        else:
+            self._plan_and_write(n, n)
+
+    def _plan_and_write(self, n: int, num_tokens: int) -> None:
+        self._launch("plan_requests", 1, _threads(n))
+        if num_tokens:
+            self._launch("write_slots", -(-num_tokens // TILE), TILE)
+
+    def free_slots(self, slots, push: bool, index_base: int) -> None:
+        n = slots[3]
+        where = Where.STAGE if self.need_sort else Where.FRONT
+        self._pack(seq=slots, num_tokens=index_base, n=n, where=where, push=push)
+        if n <= SMALL_FREE:
+            self._launch("free_slots_small", 1, 1024)
+        else:
+            self._launch("mark_slots", -(-n // TILE), TILE)
+            self._launch("settle_slots", 1, 1024)
+
+    def free_pages(self, entries, divisor: int, where: Where) -> None:
+        n = entries[3]
+        self._pack(seq=entries, num_tokens=divisor, n=n, where=where)
+        self._launch("free_page_ids", 1, _threads(n))
+
+    def retain_pages(self, entries) -> None:
+        n = entries[3]
+        self._pack(seq=entries, num_tokens=1, n=n)
+        self._launch("retain_page_ids", 1, _threads(n))
+
+    def sort_free(self, bound: int) -> None:
+        self._pack(num_tokens=bound)
+        self._launch("sort_free", 1, 1024)
+
+    def clear(self, num_pages: int) -> None:
+        self._pack(n=num_pages)
+        self._launch("clear_pool", self._state_blocks(), TILE)
+
+    def backup(self) -> Any:
+        array, address = self._empty(2 * self.capacity + 6, np.int32)
+        self._pack(out=address)
+        self._launch("backup_pool", self._state_blocks(), TILE)
+        return array
+
+    def restore(self, saved: Any) -> None:
+        self._pack(seq=self.vector(saved, "state"))
+        self._launch("restore_pool", self._state_blocks(), TILE)
+
+    def refresh(self) -> None:
+        self._pack()
+        self._launch("refresh_pool", 1, 32)
+
+    def _copy_entries(self, vector: DeviceVector, address: int) -> None:
+        n = vector[3]
+        self._pack(seq=vector, out=address, n=n)
+        self._launch("queue_entries", -(-n // TILE), TILE)
+
+    def _state_blocks(self) -> int:
+        return min(1024, self.capacity // TILE + 1)
+
+    def warmup(self) -> None:
+        """Nothing is left to do: every kernel was compiled and loaded when the backend was made."""
+
+
+def _threads(n: int) -> int:
+    return min(PLAN_THREADS, max(32, -(-n // 32) * 32))
+
+
+def _log2(n: int) -> int:
+    return n.bit_length() - 1 if n & (n - 1) == 0 else -1
+
+
+class CupyBackend(CudaBackend):
+    """The kernels, compiled by NVRTC and launched by CuPy."""
+
+    native = "cupy"
+
+    def __init__(self, **options: Any) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._runtime = cupy.cuda.runtime
+        self._get_device = cupy.cuda.runtime.getDevice
+        self._capture_status = cupy.cuda.runtime.streamIsCapturing
+        self._stream_pointer = cupy.cuda.stream.get_current_stream
+        index = options["device_index"]
+        count = cupy.cuda.runtime.getDeviceCount()
+        if index is not None and index >= count:
+            raise ValueError(f"device cuda:{index} does not exist; this machine has {count} GPU(s)")
+        with cupy.cuda.Device(index):
+            self._functions = _functions(cupy.cuda.runtime.getDevice())
+            self._streams: dict[int, Any] = {}
+            self._event = cupy.cuda.Event(disable_timing=True)
+            super().__init__(**options)
+            self._struct = self._args[0]
+            self._arguments = (self._struct,)
+            cupy.cuda.runtime.deviceSynchronize()  # zeros were queued on whatever stream is current
+
+    # ---- device, streams ---------------------------------------------------------------------------------------
+
+    def _current_device(self) -> int:
+        return self._get_device()
+
+    def _set_device(self, index: int) -> None:
+        self._runtime.setDevice(index)
+
+    def _native_stream(self) -> tuple[int, Any]:
+        stream = self._stream_pointer()
+        return stream.ptr, stream
+
+    def _is_capturing(self, stream: int) -> bool:
+        return self._capture_status(stream)
+
+    def _order(self, before: int, after: int) -> None:
+        self._runtime.eventRecord(self._event.ptr, before)
+        self._runtime.streamWaitEvent(after, self._event.ptr)
+
+    def _stream_object(self) -> Any:
+        """CuPy's object for this op's stream: launches and memory need one."""
+        stream = self._streams.get(self._stream)
+        if stream is None:
+            if len(self._streams) > 64:
+                self._streams.clear()
+            stream = self._streams[self._stream] = self._cupy.cuda.ExternalStream(self._stream)
+        return stream
+
+    def poll(self) -> None:
+        """Raise if the device has failed: a query of the stream reports it."""
+        try:
+            self._runtime.streamQuery(self._stream)
+        except self._runtime.CUDARuntimeError as error:
+            if "NotReady" not in str(error):
+                raise
+
+    # ---- memory ------------------------------------------------------------------------------------------------
+
+    def _zeros(self, n: int, dtype: Any) -> tuple[Any, int]:
+        array = self._cupy.zeros(n, dtype)
+        return array, array.data.ptr
+
+    def _empty(self, n: int, dtype: Any) -> tuple[Any, int]:
+        if self._stream == self._native_stream()[0]:
+            array = self._cupy.empty(n, dtype)
+        else:
+            with self._stream_object():
+                array = self._cupy.empty(n, dtype)
+        return array, array.data.ptr
+
+    def _upload(self, array: np.ndarray) -> Any:
+        with self._stream_object():
+            return self._cupy.array(array)
+
+    def _mapped(self, n: int) -> tuple[memoryview, int]:
+        flags = self._runtime.hostAllocMapped | self._runtime.hostAllocPortable
+        self._pinned = self._cupy.cuda.PinnedMemory(8 * n, flags)
+        words = (ctypes.c_longlong * n).from_address(self._pinned.ptr)
+        ctypes.memset(self._pinned.ptr, 0, 8 * n)
+        return memoryview(words).cast("B").cast("q"), self._pinned.ptr
+
+    def from_host(self, library: str, array: np.ndarray) -> Any:
+        """A new array of that library with these elements."""
+        copy = self._upload(array)
+        return _torch_view(copy) if library == "torch" else copy
+
+    def words_array(self, library: str, word: int) -> Any:
+        """View, of shape (), of one word of the pool."""
+        view = self.words[word : word + 1].reshape(())
+        return _torch_view(view) if library == "torch" else view
+
+    def snapshot(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ring, reference counts and words, as they are after the last op."""
+        with self._cupy.cuda.Device(self.index), self._stream_object():
+            return self.free_ring.get(), self.ref_count.get(), self.words.get()[:NUM_WORDS]
+
+    def memory(self) -> int:
+        """Bytes of state on the device, scratch included."""
+        return sum(a.nbytes for a in self._keep) + sum(a.nbytes for a, _ in self._scratch)
+
+    # ---- launch ------------------------------------------------------------------------------------------------
+
+    def _launch(self, kernel: str, blocks: int, threads: int) -> None:
+        self._functions[kernel]((blocks,), (threads,), self._arguments, 0, self._stream_object())
+
+
+@functools.cache
+def _functions(device: int) -> dict[str, Any]:
+    """Every kernel, compiled and loaded on one device: a launch must never find work left to do."""
+    import cupy
+
+    module = cupy.RawModule(code=source(), options=("-std=c++17",))
+    return {name: module.get_function(name).kernel for name in KERNELS}
+
+
+def _torch_view(array: Any) -> Any:
+    import torch
+
+    return torch.from_dlpack(array)

@@ -1,0 +1,27 @@
+"""Replay of a log of LLM requests through the allocator, as a serving engine would drive it.
+
+>>> from cupaged.replay import replay, synthetic
+>>> result = replay(synthetic(50), page_size=16, pool_tokens=32_000, backend="reference", verify=True)
+>>> result.served, result.skipped
+(50, 0)
+
+`read_trace` reads a log, `replay` runs it, `table` and `plot` show several results side by side. A bad file
+raises `TraceError`, an allocator that breaks its contract `VerificationError`; both say it in one line.
+"""
+
+from cupaged.replay.report import ReplayResult, plot, table
+from cupaged.replay.run import replay
+from cupaged.replay.traces import Trace, TraceError, read_trace, synthetic
+from cupaged.replay.verify import VerificationError
+
+__all__ = [
+    "ReplayResult",
+    "Trace",
+    "TraceError",
+    "VerificationError",
+    "plot",
+    "read_trace",
+    "replay",
+    "synthetic",
+    "table",
+]
