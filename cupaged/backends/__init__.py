@@ -78,14 +78,18 @@ def pick(name: str, device: str) -> Any:
         return _named(name, device)
     if device == "cpu":
         return _load("numba")
-    found = {gpu: probe(gpu) for gpu in ("cupy", "numba-cuda")}
-    for gpu, result in found.items():
-        if result.works:
-            if gpu == "numba-cuda":
-                _say_fallback(found["cupy"])
-            return _load(gpu)
+    cupy = probe("cupy")
+    if cupy.works:
+        return _load("cupy")
+    fallback = probe("numba-cuda")
+    if fallback.works:
+        _say_fallback(cupy)
+        return _load("numba-cuda")
     if device == "cuda":
-        raise BackendError("; ".join(f"{gpu}: {r.reason}; {r.hint}" for gpu, r in found.items()))
+        raise BackendError(
+            f"no backend can run on a GPU here. cupy: {cupy.reason}; {cupy.hint}. "
+            f"numba-cuda: {fallback.reason}; {fallback.hint}"
+        )
     return _load("numba")
 
 

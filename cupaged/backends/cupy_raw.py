@@ -78,7 +78,10 @@ _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
 @functools.cache
 def source() -> str:
     """All kernels as one translation unit: no include paths at run time, and CuPy's disk cache sees every change."""
-    files = resources.files("cupaged.kernels_cu")
+    try:
+        files = resources.files("cupaged.kernels_cu")
+    except ModuleNotFoundError:  # run from a checkout that is not installed
+        files = resources.files("cupaged").joinpath("..", "kernels_cu")
     parts = ['#line 1 "common.cuh"', files.joinpath("common.cuh").read_text().replace("#pragma once", "")]
     for name in _SOURCES:
         parts.append(f'#line 1 "{name}"')
@@ -212,7 +215,8 @@ class CudaBackend(GpuBackend):
         slots = pages * self.page_size
         self._pack(out=out, num_tokens=slots, n=pages)
         self._launch("plan_pages", 1, 32)
-        self._launch("write_pages", -(-slots // TILE), TILE)
+        if slots:
+            self._launch("write_pages", -(-slots // TILE), TILE)
 
     def alloc_extend(self, prefix, seq, last, num_tokens: int, out: int) -> None:
         n = seq[3]
@@ -271,7 +275,8 @@ class CudaBackend(GpuBackend):
         return array
 
     def restore(self, saved: Any) -> None:
-        self._pack(seq=self.vector(saved, "state"))
+        vector = self.vector(saved, "state")
+        self._pack(seq=vector)
         self._launch("restore_pool", self._state_blocks(), TILE)
 
     def refresh(self) -> None:

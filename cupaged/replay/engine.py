@@ -198,9 +198,7 @@ class Replayer:
         self._tokens = 0
 
         self._waiting: deque[int] = deque()
-        self._begun: tuple[int, int, int] | None = (
-            None  # request, row, tokens: its prompt is not all there yet
-        )
+        self._begun: tuple[int, int, int] | None = None  # request, row, tokens: its prompt is not all there yet
         self._running = Running(max_running)
         self._rows = list(range(max_running))[::-1]
         self._full = False  # a request was retracted, and none has ended since
@@ -326,9 +324,7 @@ class Replayer:
         self.served += len(request)
         self._full = False
 
-    def _hand_out(
-        self, request: np.ndarray, before: np.ndarray, after: np.ndarray, slots: np.ndarray
-    ) -> None:
+    def _hand_out(self, request: np.ndarray, before: np.ndarray, after: np.ndarray, slots: np.ndarray) -> None:
         if self.ledger:
             self.ledger.hand_out(request, before, after, slots)
         self._digest.update(np.ascontiguousarray(slots, "<i8").data)

@@ -95,7 +95,7 @@ def table(results: Sequence[ReplayResult]) -> Table:
     title = f"{first.trace} on {first.backend}: {first.requests:,} requests, {first.tokens:,} tokens"
     out = Table(
         title=title if len(pools) > 1 else f"{title}\nin a pool of {first.pool_tokens:,} slots",
-        caption="waste: slots of held pages without a token; us: time in the allocator per step",
+        caption="waste: held slots without a token; us: in the allocator, per step",
         box=SIMPLE_HEAD,
         padding=0,
         show_edge=False,
@@ -150,7 +150,7 @@ def plot(results: Sequence[ReplayResult], path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError('plots need matplotlib: pip install "cupaged[plot]"') from None
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
     over_time, by_page = figure.subplots(2, 1, height_ratios=(2, 1))
     pools = sorted({r.pool_tokens for r in results})
     for r in results:
@@ -158,13 +158,13 @@ def plot(results: Sequence[ReplayResult], path: str | os.PathLike[str]) -> None:
         seconds, share = zip(*r.timeline, strict=True) if r.timeline else ((), ())
         over_time.plot(seconds, [100 * x for x in share], label=f"page size {r.page_size}{pool}", linewidth=1)
     over_time.set(title=results[0].trace, xlabel="seconds", ylabel="pool held, %", ylim=(0, 105))
-    over_time.legend(loc="upper right", fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     for pool_tokens in pools:
         rows = sorted((r.page_size, r.waste_mean) for r in results if r.pool_tokens == pool_tokens)
-        by_page.plot(*zip(*rows, strict=True), marker="o", label=f"pool {pool_tokens:,}")
+        by_page.plot(*zip(*rows, strict=True), marker="o")
     by_page.set(xlabel="page size", ylabel="slots wasted, mean", xscale="log")
     ticks = sorted({r.page_size for r in results})
     by_page.set_xticks(ticks, [str(t) for t in ticks], minor=False)
     by_page.minorticks_off()
-    by_page.legend(fontsize="small")
+    by_page.legend([f"pool {pool_tokens:,}" for pool_tokens in pools], fontsize="small")
     figure.savefig(path, dpi=120)

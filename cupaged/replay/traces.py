@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     return log.trace(Path(path).name)
 
 
-def synthetic(requests: int = 3000, *, seed: int = 0, per_second: float = 20.0) -> Trace:
+def synthetic(requests: int = 3000, *, seed: int = 0, per_second: float = 12.0) -> Trace:
     """Make the built-in workload: log-normal lengths as chat services see them, arrivals at random.
 
     Parameters
@@ -194,15 +195,15 @@ class _Log:
 
 
 def _read_csv(lines: _Lines, first: str) -> _Log:
-    header = [name.strip() for name in first.split(",")]
+    header = [name.strip(" \t\r\n\"'") for name in first.split(",")]
     places = _places(lines, header)
     has_header = bool(places)
     if not has_header:
         header, places = ["prompt", "output"], {"prompt": 0, "output": 1}
     prompt_at, output_at, arrival_at = places["prompt"], places["output"], places.get("arrival")
-    names = [f"{i + 1} ({name})" for i, name in enumerate(header)]
+    names = [f"{i + 1} ({_show(name)[1:-1]})" for i, name in enumerate(header)]
     log, moment = _Log(), _Moments(lines)
-    for text in lines if has_header else _chain(first, lines):
+    for text in lines if has_header else chain([first], lines):
         fields = [field.strip() for field in text.split(",")]
         _check_fields(lines, fields, names)
         prompt = _length(lines, fields[prompt_at], names[prompt_at])
@@ -218,16 +219,11 @@ def _read_csv(lines: _Lines, first: str) -> _Log:
     return log
 
 
-def _chain(first: str, lines: _Lines) -> Iterator[str]:
-    yield first
-    yield from lines
-
-
 def _places(lines: _Lines, header: list[str]) -> dict[str, int]:
     """Find the columns that the header names; none if the first line is a request already."""
     places: dict[str, int] = {}
     for i, name in enumerate(header):
-        what = COLUMNS.get(name.strip("\"'").lower())
+        what = COLUMNS.get(name.lower())
         if what in places:
             raise lines.error(i + 1, f"{_show(name)} names the {what} a second time")
         if what:
@@ -273,9 +269,7 @@ def _length(lines: _Lines, text: str, column: str) -> int:
 
 def _check_total(lines: _Lines, total: int, column: str) -> None:
     if total > MAX_TOKENS:
-        raise lines.error(
-            column, f"prompt and output, {total} tokens, are too many: a request can have {MAX_TOKENS}"
-        )
+        raise lines.error(column, f"prompt and output, {total} tokens, are too many: a request can have {MAX_TOKENS}")
 
 
 class _Moments:
@@ -312,7 +306,7 @@ class _Moments:
 
 def _read_jsonl(lines: _Lines, first: str) -> _Log:
     log = _Log()
-    for text in _chain(first, lines):
+    for text in chain([first], lines):
         entry = _entry(lines, text)
         prompt, output = (_json_length(lines, entry, key) for key in ("input_length", "output_length"))
         _check_total(lines, prompt + output, "output_length")
@@ -345,7 +339,7 @@ def _json_length(lines: _Lines, entry: dict[str, Any], key: str) -> int:
     value = _value(lines, entry, key)
     if type(value) is int and 0 <= value <= MAX_TOKENS:
         return value
-    return _length(lines, str(value) if type(value) is int else repr(value), key)
+    return _length(lines, json.dumps(value), key)
 
 
 def _json_seconds(lines: _Lines, entry: dict[str, Any]) -> float:

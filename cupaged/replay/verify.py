@@ -45,9 +45,7 @@ class Ledger:
         previous[starts[count > 0]] = self._last[request[count > 0]]
         fresh = position % self.page_size == 0
 
-        self._demand(
-            (slots >= self.page_size) & (slots < len(self._owner)), owner, slots, "is not in the pool"
-        )
+        self._demand((slots >= self.page_size) & (slots < len(self._owner)), owner, slots, "is not in the pool")
         self._demand(self._owner[slots] == NOBODY, owner, slots, "has an owner already: request {owner}")
         self._demand(self._once(slots), owner, slots, "is handed out twice")
         aligned = np.where(fresh, slots % self.page_size == 0, slots == previous + 1)
@@ -62,9 +60,7 @@ class Ledger:
     def take_back(self, request: int, slots: np.ndarray) -> None:
         """Enter that all slots of a request are free again."""
         owner = np.full(len(slots), request)
-        self._demand(
-            self._owner[slots] == request, owner, slots, "is freed for a request that does not own it"
-        )
+        self._demand(self._owner[slots] == request, owner, slots, "is freed for a request that does not own it")
         self._demand(self._once(slots), owner, slots, "is freed twice")
         if len(slots) != self._held[request]:
             raise self._breach(f"request {request} owns {self._held[request]} slots but frees {len(slots)}")
@@ -93,9 +89,7 @@ class Ledger:
             raise self._breach(f"page {page}, slot {page * self.page_size}, is lost: neither owned nor free")
         for page in np.setdiff1d(listed, expected)[:1]:
             owner = self._owner[page * self.page_size] if 0 < page <= self.num_pages else NOBODY
-            raise self._breach(
-                f"request {owner}, slot {page * self.page_size}: page {page} is listed as free"
-            )
+            raise self._breach(f"request {owner}, slot {page * self.page_size}: page {page} is listed as free")
         page = listed[1:][listed[1:] == listed[:-1]][0]
         raise self._breach(f"page {page}, slot {page * self.page_size}, is in the free list twice")
 

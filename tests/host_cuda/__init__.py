@@ -227,10 +227,8 @@ def exact_empty(shape, dtype) -> np.ndarray:
         raise MemoryError(f"malloc({count * dtype.itemsize})")
     buffer = (ctypes.c_ubyte * (count * dtype.itemsize)).from_address(address)
     weakref.finalize(buffer, _libc().free, address).atexit = False
-    array = np.frombuffer(buffer, np.uint8)
-    array[:] = 0xA5
-    # An empty buffer's address is lost in frombuffer, and kernels never look at it.
-    return array.view(dtype).reshape(shape)
+    ctypes.memset(address, 0xA5, count * dtype.itemsize)
+    return np.ndarray(shape, dtype, buffer=buffer)
 
 
 def exact_copy(array) -> np.ndarray:
@@ -244,8 +242,7 @@ def exact_copy(array) -> np.ndarray:
 def sanitizer_env(mode: Mode) -> dict[str, str]:
     """Environment of a process that loads a build of this mode: the sanitizer must come before everything else."""
     environment = dict(os.environ, OPENBLAS_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     if mode == "plain":
         return environment
     names = [f"lib{mode}.so", "libstdc++.so"]

@@ -21,7 +21,9 @@
 #include <sanitizer/common_interface_defs.h>
 extern "C" __attribute__((weak, visibility("hidden"))) char __start_cuda_shared[], __stop_cuda_shared[];
 constexpr size_t STACK_BYTES = 256 << 10;
+constexpr bool DIRECT = false;  // ASan wants the bounds of the stack that a switch leads to: here only two kinds
 #else
+constexpr bool DIRECT = true;
 constexpr size_t STACK_BYTES = 64 << 10;
 #endif
 #ifdef CUDA_HOST_TSAN
@@ -76,7 +78,8 @@ cuda_host_switch:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rcx
+    jmpq *%rcx
     .size cuda_host_switch, .-cuda_host_switch
 )");
 
@@ -86,6 +89,7 @@ __thread Here* here;
 
 namespace {
 
+#define INLINED __attribute__((always_inline)) inline
 constexpr unsigned PAGE_BYTES = 4096;
 constexpr unsigned char GARBAGE = 0xb5;
 constexpr uint64_t GARBAGE_WORD = 0xb5b5b5b5b5b5b5b5;
@@ -203,6 +207,15 @@ struct Block {
     void* tsan;
     char begin_order, end_order, fence_order;
 
+    Block() = default;
+    Block(const Block&) = delete;
+    ~Block() {
+        for (unsigned i = 0; i < chunks.size() * 32; ++i) {
+            __tsan_destroy_fiber(fiber(i).tsan);
+            munmap(fiber(i).stack - PAGE_BYTES, STACK_BYTES + PAGE_BYTES);
+        }
+    }
+
     Fiber& fiber(unsigned i) { return chunks[i / 32][i % 32]; }
 
     void grow(unsigned n) {
@@ -261,10 +274,20 @@ struct Block {
         __tsan_release(&begin_order);
         while (finished < threads && !failed)
             if (!sweep()) report_deadlock();
+        if (failed) abandon();
         __tsan_acquire(&end_order);
-        if (!failed) return;
-        for (unsigned i = 0; i < threads; ++i)
-            if (!fiber(i).done) prepare(fiber(i), i);
+    }
+
+    // What the fibers did until they got stuck comes before whatever the caller does next.
+    void abandon() {
+        for (unsigned i = 0; i < threads; ++i) {
+            Fiber& f = fiber(i);
+            if (f.done) continue;
+            __tsan_switch_to_fiber(f.tsan, 1);
+            __tsan_release(&end_order);
+            __tsan_switch_to_fiber(tsan, 1);
+            prepare(f, i);
+        }
     }
 
     void begin_warp(unsigned w) {
@@ -296,7 +319,7 @@ struct Block {
             Warp& w = warps[launch->order == ASCENDING ? i : n - 1 - i];
             while (w.ready && !failed) {
                 ran = true;
-                resume(w, launch->order == ASCENDING ? __builtin_ctz(w.ready) : 31 - __builtin_clz(w.ready));
+                resume(w, next_lane(w));
             }
         }
         return ran;
@@ -317,6 +340,10 @@ struct Block {
         return false;
     }
 
+    unsigned next_lane(const Warp& w) const {
+        return launch->order == ASCENDING ? __builtin_ctz(w.ready) : 31 - __builtin_clz(w.ready);
+    }
+
     void resume(Warp& w, unsigned lane) {
         Fiber& f = w.lanes[lane];
         w.ready &= ~(1u << lane);
@@ -331,7 +358,16 @@ struct Block {
 #endif
     }
 
-    void leave(Fiber& f) {
+    INLINED void leave(Fiber& f) {
+        Warp& w = *f.warp;
+        if (DIRECT && w.ready && launch->order != RANDOM && !failed) {  // what the sweep would do next
+            Fiber& next = w.lanes[next_lane(w)];
+            w.ready &= ~(1u << next.lane);
+            here = &next;
+            __tsan_switch_to_fiber(next.tsan, 1);
+            cuda_host_switch(&f.stack_pointer, next.stack_pointer);
+            return;
+        }
 #ifdef CUDA_HOST_ASAN
         __sanitizer_start_switch_fiber(&f.fake_stack, stack_bottom, stack_size);
 #endif
@@ -365,7 +401,7 @@ struct Block {
         for (unsigned w = 0; w * 32 < threads; ++w) warps[w].ready |= warps[w].alive;
     }
 
-    int arrive(Fiber& f, Call call, bool predicate) {
+    INLINED int arrive(Fiber& f, Call call, bool predicate) {
         Barrier& b = barrier;
         if (b.arrived == 0) {
             b.call = call;
@@ -393,7 +429,7 @@ struct Block {
         return b.result[phase];
     }
 
-    uint64_t meet(Fiber& f, Call call, unsigned mask, uint64_t value, unsigned argument, int width) {
+    INLINED uint64_t meet(Fiber& f, Call call, unsigned mask, uint64_t value, unsigned argument, int width) {
         Warp& w = *f.warp;
         if (!(mask >> f.lane & 1)) fail_in(f, call.text() + ": its own lane is not in the mask");
         if (width < 1 || width > 32 || (width & (width - 1))) fail_in(f, call.text() + ": width is no power of two");
@@ -575,7 +611,7 @@ void fiber_main() {
 }
 
 char fence_order;
-std::vector<std::unique_ptr<Block>> places;
+auto& places = *new std::vector<std::unique_ptr<Block>>;  // never destroyed: the process's end is quicker
 std::mutex launching;
 std::string last_error;
 
@@ -588,10 +624,19 @@ std::vector<unsigned> block_order(const Launch& l) {
     return order;
 }
 
+unsigned fibers(unsigned block) { return (block + 31) / 32 * 32; }
+
+void make_places(unsigned count, unsigned block) {
+    unsigned most = count * fibers(block);
+    for (auto& place : places) most += place->chunks.size() * 32;
+    if (most > MOST_FIBERS) places.clear();
+    while (places.size() < count) places.emplace_back(new Block());
+}
+
 // TSan gets an OS thread and fibers of its own for each block: only what the program orders is in order then.
 void run_grid(Launch& l, bool concurrent) {
     const unsigned workers = !concurrent ? 1 : TSAN || l.grid < 4 ? l.grid : 4;
-    while (places.size() < workers) places.emplace_back(new Block());
+    make_places(workers, l.block);
     const std::vector<unsigned> order = block_order(l);
     std::atomic<unsigned> arrived{0};
     auto work = [&](unsigned worker) {
@@ -618,7 +663,7 @@ std::string launch(const char* name, unsigned grid, unsigned block, const void* 
     if (block > kernel->max_threads)
         return who + "too many threads: " + std::to_string(block) + " a block, bound " +
                std::to_string(kernel->max_threads);
-    if (TSAN && static_cast<uint64_t>(grid) * (block + 33) > MOST_FIBERS)
+    if (TSAN && static_cast<uint64_t>(grid) * fibers(block) > MOST_FIBERS)
         return who + "too many threads for ThreadSanitizer, which has room for about 7,000 in the whole grid";
     Launch l{kernel, args, grid, block, static_cast<Order>(order), seed, {}, {}, {}};
     run_grid(l, concurrent || TSAN);

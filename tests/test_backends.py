@@ -1,0 +1,60 @@
+"""Layer 2: every backend against the reference, operation by operation, state and all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupaged.backends.numba_cpu import NumbaBackend
+from cupaged.backends.reference import ReferenceBackend
+from cupaged.interop import to_host
+from tests.host_backend import variant
+from tests.operations import Runner, Script, options, state
+
+PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
+CONTESTANTS = {
+    "numba": NumbaBackend,
+    "cuda-ascending": variant("ascending"),
+    "cuda-descending": variant("descending"),
+    "cuda-random": variant("random"),
+}
+
+
+def play(contestant, seed: int, page_size: int, steps: int, **fixed) -> None:
+    """The same random operations on the reference and on another backend."""
+    rng = np.random.default_rng(seed)
+    largest_batch = fixed.pop("largest_batch", 12)
+    chosen = options(rng, page_size, **fixed)
+    reference, other = ReferenceBackend(**chosen), contestant(**chosen)
+    reference.native_library, other.native_library = "numpy", other.library
+    left, right = Runner(reference), Runner(other)
+    script = Script(rng, reference, largest_batch)
+    for step in range(steps):
+        kind, arguments = script.draw()
+        quiet, narrow, stride = int(rng.integers(2)), bool(rng.integers(2)), int(rng.choice([1, 1, 3]))
+        expected = left.run(kind, arguments, quiet, narrow, stride)
+        found = right.run(kind, arguments, quiet, narrow, stride)
+        script.learn(kind, arguments, expected)
+        where = f"seed {seed}, step {step}, {kind.name} {arguments}, {chosen}"
+        settled = state(other)
+        assert state(reference) == settled, where
+        if expected is not None:
+            np.testing.assert_array_equal(to_host(found), expected, err_msg=where)
+        if settled["error"] and rng.random() < 0.5:
+            left.ack = right.ack = settled["error"][1]
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), page_size=st.sampled_from(PAGE_SIZES))
+def test_same_as_reference(name, seed, page_size):
+    play(CONTESTANTS[name], seed, page_size, steps=25)
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_larger_batches_and_pools(name):
+    # More requests than a block has threads, more pages than one group of bits, more slots than one block frees.
+    for seed, batch in ((1, 1500), (2, 5000)):
+        play(CONTESTANTS[name], seed, 3, steps=14, num_pages=40_000, largest_batch=batch, strict=True)
