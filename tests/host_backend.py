@@ -49,7 +49,7 @@ class HostCudaBackend(CudaBackend):
         self.queue_of_launches: deque = deque()
         self.launches: list[str] = []
         self.capture = False
-        self.uploads: list = []
+        self.in_use: list = []
         super().__init__(**options)
 
     def _current_device(self) -> int:
@@ -74,13 +74,15 @@ class HostCudaBackend(CudaBackend):
 
     def _empty(self, n, dtype):
         array = exact_empty(n, dtype)
+        if self.delayed:  # memory that a stream still uses
+            self.in_use.append(array)
         return array, array.ctypes.data
 
     def _upload(self, array):
-        copy = DeviceArray(exact_copy(array))
-        if self.delayed:  # memory that a stream still reads
-            self.uploads.append(copy)
-        return copy
+        copy = exact_copy(array)
+        if self.delayed:
+            self.in_use.append(copy)
+        return DeviceArray(copy)
 
     def _mapped(self, n):
         self.mailbox, address = self._zeros(n, np.int64)

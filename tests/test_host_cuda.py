@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+
 from tests.host_cuda import HERE, ORDERS, HostCudaError, HostModule, exact_copy, exact_empty, kernel_names, run_python
 
 SOURCES = [HERE / "demo" / "right.cu", HERE / "demo" / "faulty.cu"]
@@ -172,9 +173,17 @@ def test_unwritten_shared_is_garbage(demo, order):
 @pytest.mark.parametrize(
     ("name", "block", "messages"),
     [
-        ("divergent_barrier", 64, ["divergent barrier", "__syncthreads at .*faulty.cu:.*__syncthreads at .*faulty.cu:"]),
+        (
+            "divergent_barrier",
+            64,
+            ["divergent barrier", "__syncthreads at .*faulty.cu:.*__syncthreads at .*faulty.cu:"],
+        ),
         ("divergent_warp", 32, ["divergent warp", "__shfl_sync at .*faulty.cu:.*__shfl_sync at .*faulty.cu:"]),
-        ("deadlock", 32, ["deadlock: 31 threads", "mask 0xffffffff", "1 threads, the first is 5, wait in __syncthreads"]),
+        (
+            "deadlock",
+            32,
+            ["deadlock: 31 threads", "mask 0xffffffff", "1 threads, the first is 5, wait in __syncthreads"],
+        ),
         ("not_in_mask", 32, ["thread .*its own lane is not in the mask"]),
         ("broken_promise", 32, ["__builtin_assume of what is false at .*faulty.cu"]),
     ],

@@ -354,7 +354,7 @@ class CupyBackend(CudaBackend):
         if stream is None:
             if len(self._streams) > 64:
                 self._streams.clear()
-            stream = self._streams[self._stream] = self._cupy.cuda.ExternalStream(self._stream)
+            stream = self._streams[self._stream] = _stream_of(self._cupy, self._stream)
         return stream
 
     def poll(self) -> None:
@@ -422,6 +422,23 @@ def _functions(device: int) -> dict[str, Any]:
 
     module = cupy.RawModule(code=source(), options=("-std=c++17",))
     return {name: module.get_function(name).kernel for name in KERNELS}
+
+
+class _Handle:
+    """A raw stream, in CUDA's protocol for streams of other libraries."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+def _stream_of(cupy: Any, pointer: int) -> Any:
+    if pointer == 0:
+        return cupy.cuda.Stream.null
+    from_external = getattr(cupy.cuda.Stream, "from_external", None)  # CuPy 14; before it, ExternalStream
+    return from_external(_Handle(pointer)) if from_external else cupy.cuda.ExternalStream(pointer)
 
 
 def _torch_view(array: Any) -> Any:

@@ -20,10 +20,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 KERNELS = REPOSITORY / "kernels_cu"
 
-COMMON_FLAGS = (
-    "-std=c++20 -fPIC -g -fvisibility=hidden -ftrivial-auto-var-init=pattern "
-    "-Wall -Wextra -Wno-unknown-pragmas -Wno-unused-function"
-).split()
+COMMON_FLAGS = ["-std=c++20", "-fPIC", "-g", "-fvisibility=hidden", "-ftrivial-auto-var-init=pattern"]
+COMMON_FLAGS += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function"]
 # What the kernels are compiled with; the runtime gets only the -D of these, and the link the -fsanitize.
 MODE_FLAGS = {
     "plain": ["-O2"],
@@ -84,7 +82,7 @@ def _compiler_version() -> str:
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: `CUPAGED_HOST_CUDA_CACHE`, or a folder of the user's under the temporary one."""
+    """Where built libraries are kept: `CUPAGED_HOST_CUDA_CACHE`, or one of the user's under the temporary folder."""
     default = Path(tempfile.gettempdir()) / f"cupaged-host-cuda-{os.getuid()}"
     folder = Path(os.environ.get("CUPAGED_HOST_CUDA_CACHE", default))
     folder.mkdir(parents=True, exist_ok=True)

@@ -109,8 +109,12 @@ using CudaHostOp = cuda_host::Op;
 // ---- the block -----------------------------------------------------------------------------------------------
 
 inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::barrier(CudaHostOp::SYNCTHREADS, false, site); }
-inline int __syncthreads_or(int p, CUDA_HOST_SITE) { return cuda_host::barrier(CudaHostOp::SYNCTHREADS_OR, p, site); }
-inline int __syncthreads_and(int p, CUDA_HOST_SITE) { return cuda_host::barrier(CudaHostOp::SYNCTHREADS_AND, p, site); }
+inline int __syncthreads_or(int p, CUDA_HOST_SITE) {
+    return cuda_host::barrier(CudaHostOp::SYNCTHREADS_OR, p, site);
+}
+inline int __syncthreads_and(int p, CUDA_HOST_SITE) {
+    return cuda_host::barrier(CudaHostOp::SYNCTHREADS_AND, p, site);
+}
 inline int __syncthreads_count(int p, CUDA_HOST_SITE) {
     return cuda_host::barrier(CudaHostOp::SYNCTHREADS_COUNT, p, site);
 }

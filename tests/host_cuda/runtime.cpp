@@ -682,7 +682,7 @@ uint64_t collective(Op op, unsigned mask, uint64_t value, unsigned argument, int
     return f.block_state->meet(f, {op, site}, mask, value, argument, width);
 }
 
-// A fence passes on all that fences before it have passed on: more than the hardware promises, but a missing one shows.
+// A fence passes on all that earlier fences have: more than the hardware promises, but a missing one shows.
 void fence(bool whole_device) {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     char* const order = whole_device ? &fence_order : &self().block_state->fence_order;
