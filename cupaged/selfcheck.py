@@ -27,7 +27,7 @@ PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
 OPS_A_CASE = 48
 SHRINK_RUNS = 600
 SHRINK_SECONDS = 20.0
-ONE_SHOT = ("free_pages", "staged_pages")
+SHOWN = 12  # entries of a long list
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ _METHOD = {"backup": "backup_state", "restore": "restore_state"}
 def _short(value: Any, form: str = "list") -> str:
     if not isinstance(value, list):
         return str(value)
-    text = str(value) if len(value) <= 24 else f"[{', '.join(map(str, value[:24]))}, ... {len(value)} in all]"
+    text = str(value)
+    if len(value) > SHOWN:
+        text = f"[{', '.join(map(str, value[:SHOWN]))}, ...]  # {len(value)} entries"
     return text if form == "list" else f"{text} as {form}"
 
 
@@ -229,15 +231,18 @@ class _Player:
             return str(_raised(error))
         return "none"
 
-    def snapshot(self) -> dict[str, str]:
+    def snapshot(self) -> dict[str, Any]:
         """All that can be seen of the pool."""
-        seen = {"available_size()": str(self.pool.available_size())}
-        for name in ONE_SHOT:
-            seen[name] = str(to_host(getattr(self.pool, name)).tolist())
         counters = self.pool.stats()
-        for name in ("shared_pages", "peak_pages", "pages_allocated", "pages_freed"):
-            seen[f"stats().{name}"] = str(getattr(counters, name))
-        return seen
+        return {
+            "available_size()": self.pool.available_size(),
+            "free_pages": to_host(self.pool.free_pages),
+            "staged_pages": to_host(self.pool.staged_pages),
+            "shared pages": counters.shared_pages,
+            "peak of owned pages": counters.peak_pages,
+            "pages ever allocated": counters.pages_allocated,
+            "pages ever freed": counters.pages_freed,
+        }
 
 
 class _Run:
@@ -296,7 +301,7 @@ class _Run:
         expected_view = self.reference.snapshot()
         for player in self.others:
             for what, value in player.snapshot().items():
-                if value != expected_view[what]:
+                if not np.array_equal(value, expected_view[what]):
                     return self._difference(player, len(self.ops), what, expected_view[what], value)
             try:
                 player.pool.check_integrity()
@@ -317,14 +322,22 @@ def _same(expected: Any, got: Any) -> bool:
 
 
 def _show(expected: Any, got: Any) -> tuple[str, str]:
-    """Both as text; of two long arrays only the neighbourhood of the first entry that differs."""
-    if not (hasattr(expected, "shape") and hasattr(got, "shape")):
-        return tuple(str(to_host(x).tolist()) if hasattr(x, "shape") else str(x) for x in (expected, got))  # type: ignore[return-value]
-    a, b = to_host(expected), to_host(got)
-    if a.shape != b.shape or a.dtype != b.dtype or a.size <= 16:
-        return f"{a.tolist()} ({a.dtype})", f"{b.tolist()} ({b.dtype})"
-    i = max(0, int((a != b).argmax()) - 2)
-    return f"[{i}:{i + 8}] = {a[i : i + 8].tolist()}", f"[{i}:{i + 8}] = {b[i : i + 8].tolist()}"
+    """Both as text; of long arrays only the neighbourhood of the first entry that differs."""
+    a, b = (to_host(x) if hasattr(x, "shape") else x for x in (expected, got))
+    start = 0
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        n = min(a.size, b.size)
+        differs = a[:n] != b[:n]
+        start = max(0, int(differs.argmax()) - 2) if differs.any() else max(0, n - 2)
+    return _window(a, start), _window(b, start)
+
+
+def _window(value: Any, start: int) -> str:
+    if not isinstance(value, np.ndarray):
+        return str(value)
+    if value.size <= SHOWN:
+        return f"{value.tolist()}, {value.dtype}"
+    return f"[{start}:{start + SHOWN}] = {value[start : start + SHOWN].tolist()}, {value.size} {value.dtype} in all"
 
 
 def _pages_needed(op: Op, page_size: int) -> int:
@@ -368,7 +381,7 @@ def compare(case: Case, names: Sequence[str]) -> Difference | None:
 
 
 def shrink(difference: Difference, *, runs: int = SHRINK_RUNS, seconds: float = SHRINK_SECONDS) -> Difference:
-    """Cut a difference down: fewer ops, then shorter batches, as long as the backend still differs.
+    """Cut a difference down: fewer ops, shorter batches, a smaller pool, as long as the backend still differs.
 
     Parameters
     ----------
@@ -390,7 +403,7 @@ def shrink(difference: Difference, *, runs: int = SHRINK_RUNS, seconds: float = 
     changed = True
     while changed and left[0] > 0 and time.monotonic() < end:
         shorter = _fewer_ops(found, attempt)
-        smaller = _shorter_batches(shorter, attempt)
+        smaller = _smaller_pool(_shorter_batches(shorter, attempt), attempt)
         changed, found = smaller is not found, smaller
     return found
 
@@ -412,7 +425,8 @@ def _fewer_ops(found: Difference, attempt: Callable[[Case], Difference | None]) 
 
 
 def _shorter_batches(found: Difference, attempt: Callable[[Case], Difference | None]) -> Difference:
-    for i in range(len(found.case.ops)):
+    i = -1
+    while (i := i + 1) < len(found.case.ops):
         n = max((len(a) for a in found.case.ops[i].args if isinstance(a, list)), default=0)
         chunk = n // 2
         while chunk:
@@ -426,6 +440,16 @@ def _shorter_batches(found: Difference, attempt: Callable[[Case], Difference | N
                 else:
                     found, n = again, n - chunk
             chunk //= 2
+    return found
+
+
+def _smaller_pool(found: Difference, attempt: Callable[[Case], Difference | None]) -> Difference:
+    while found.case.options["size"] >= 2 * found.case.options["page_size"]:
+        options = {**found.case.options, "size": found.case.options["size"] // 2}
+        again = attempt(replace(found.case, options=options))
+        if again is None:
+            return found
+        found = again
     return found
 
 
@@ -499,7 +523,6 @@ class _Author:
         last = [r[-1] if r else -1 for r in kept]
 
         def then(slots: Any) -> None:
-            self.requests += [r for r in kept[len(old) :] if not r][:0]
             if slots is None or isinstance(slots, _Raised):
                 return
             at = 0

@@ -109,7 +109,7 @@ class Script:
         if kind == "clear":
             self.requests.clear()
             return Kind.CLEAR, {"num_pages": int(self.rng.integers(1, self.reference.capacity + 1))}
-        if kind == "backup" or self.saved is None and kind == "restore":
+        if kind == "backup" or (self.saved is None and kind == "restore"):
             self.saved = list(self.requests)
             return Kind.BACKUP, {}
         if kind == "restore":

@@ -20,16 +20,14 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 extern "C" __attribute__((weak, visibility("hidden"))) char __start_cuda_shared[], __stop_cuda_shared[];
-constexpr size_t STACK_BYTES = 256 << 10;
 constexpr bool DIRECT = false;  // ASan wants the bounds of the stack that a switch leads to: here only two kinds
 #else
 constexpr bool DIRECT = true;
-constexpr size_t STACK_BYTES = 64 << 10;
 #endif
 #ifdef CUDA_HOST_TSAN
 #include <sanitizer/tsan_interface.h>
 constexpr bool TSAN = true;
-constexpr unsigned MOST_FIBERS = 7000;  // TSan has room for 8,128 threads and fibers
+constexpr unsigned MOST_FIBERS = 4096;  // TSan has room for 8,128, but its work grows with their square
 #else
 constexpr bool TSAN = false;
 constexpr unsigned MOST_FIBERS = ~0u;
@@ -91,6 +89,7 @@ namespace {
 
 #define INLINED __attribute__((always_inline)) inline
 constexpr unsigned PAGE_BYTES = 4096;
+constexpr size_t STACK_BYTES = 256 << 10;  // generous, for the sanitizers' reports; only what is touched costs
 constexpr unsigned char GARBAGE = 0xb5;
 constexpr uint64_t GARBAGE_WORD = 0xb5b5b5b5b5b5b5b5;
 
@@ -627,9 +626,12 @@ std::vector<unsigned> block_order(const Launch& l) {
 unsigned fibers(unsigned block) { return (block + 31) / 32 * 32; }
 
 void make_places(unsigned count, unsigned block) {
-    unsigned most = count * fibers(block);
-    for (auto& place : places) most += place->chunks.size() * 32;
-    if (most > MOST_FIBERS) places.clear();
+    unsigned sum = count * fibers(block);
+    for (unsigned i = 0; i < places.size(); ++i) {
+        const unsigned had = places[i]->chunks.size() * 32;
+        sum += i >= count ? had : had > fibers(block) ? had - fibers(block) : 0;
+    }
+    if (sum > MOST_FIBERS) places.clear();
     while (places.size() < count) places.emplace_back(new Block());
 }
 
@@ -664,7 +666,8 @@ std::string launch(const char* name, unsigned grid, unsigned block, const void* 
         return who + "too many threads: " + std::to_string(block) + " a block, bound " +
                std::to_string(kernel->max_threads);
     if (TSAN && static_cast<uint64_t>(grid) * fibers(block) > MOST_FIBERS)
-        return who + "too many threads for ThreadSanitizer, which has room for about 7,000 in the whole grid";
+        return who + "too many threads for ThreadSanitizer: the whole grid may have " +
+               std::to_string(MOST_FIBERS);
     Launch l{kernel, args, grid, block, static_cast<Order>(order), seed, {}, {}, {}};
     run_grid(l, concurrent || TSAN);
     return l.error;

@@ -1,0 +1,96 @@
+"""The kernels for every architecture, through NVRTC, which needs no GPU; and the argument struct, field by field."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupaged.backends import layout
+from cupaged.backends.cupy_raw import ARGS, KERNELS, source
+from tests.host_cuda import build
+
+COMMON = (Path(__file__).parents[1] / "kernels_cu" / "common.cuh").read_text()
+
+
+def nvrtc_compile(code: str, architecture: str) -> bytes:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    program = _call(nvrtc, nvrtc.nvrtcCreateProgram(code.encode(), b"cupaged.cu", 0, [], []))
+    options = [b"-std=c++17", f"-arch={architecture}".encode()]
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    text = b" " * _call(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
+    _call(nvrtc, nvrtc.nvrtcGetProgramLog(program, text))
+    log = text.decode().strip("\0 \n")
+    assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS, log
+    assert not log  # a warning is a failure too
+    cubin = b" " * _call(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
+    _call(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+    return cubin
+
+
+def _call(nvrtc, answer):
+    assert answer[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, answer[0]
+    return answer[1] if len(answer) > 1 else None
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_every_kernel_compiles(architecture):
+    cubin = nvrtc_compile(source(), architecture)
+    for name in KERNELS:
+        assert name.encode() in cubin
+
+
+def test_python_knows_every_kernel():
+    assert sorted(re.findall(r"__global__ void __launch_bounds__\(\w+\) (\w+)\(", source())) == sorted(KERNELS)
+
+
+def offsets(dtype: np.dtype, prefix: str = "") -> dict[str, int]:
+    found = {}
+    for name, (field, offset, *_) in dtype.fields.items():
+        found[prefix + name] = offset
+        if field.fields:
+            for inner, value in offsets(field, f"{prefix}{name}.").items():
+                found[inner] = offset + value
+    return found
+
+
+def struct_asserts(offset_of: str) -> str:
+    lines = [f"static_assert(sizeof(Args) == {ARGS.itemsize});"]
+    for name, offset in offsets(ARGS).items():
+        lines.append(f"static_assert({offset_of.format(name)} == {offset});")
+    return "\n".join(lines)
+
+
+def test_struct_fields_agree_with_numpy(tmp_path):
+    declared = re.search(r"struct Args \{(.*?)\n\};", COMMON, re.S).group(1)
+    names = re.findall(r"(\w+);", re.sub(r"//[^\n]*", "", declared))
+    assert names == list(ARGS.names)
+    nvrtc_compile(source() + "\n" + struct_asserts("__INTADDR__(&((Args*)0)->{})"), "sm_90")
+    # and as the host compiler lays it out, for the tests that run the kernels there
+    unit = tmp_path / "layout.cu"
+    asserts = struct_asserts("__builtin_offsetof(Args, {})")
+    unit.write_text(f'#include "common.cuh"\n{asserts}\nextern "C" __global__ void nothing(const Args) {{}}\n')
+    build([unit], include_dirs=[Path(__file__).parents[1] / "kernels_cu"])
+
+
+@pytest.mark.parametrize(
+    ("enum", "python"),
+    [("Word", layout.Word), ("Status", layout.Status), ("Kind", layout.Kind), ("Breach", layout.Breach)],
+)
+def test_enums_agree_with_python(enum, python):
+    body = re.sub(r"//[^\n]*", "", re.search(rf"enum {enum} \{{(.*?)\}};", COMMON, re.S).group(1))
+    value, found = -1, {}
+    for entry in filter(None, (e.strip() for e in body.split(","))):
+        name, _, given = entry.partition("=")
+        if given.strip() and not given.strip().isdigit():
+            break  # what follows the words that are posted
+        value = int(given) if given.strip() else value + 1
+        found[name.strip()] = value
+    if enum == "Word":
+        assert found.pop("NUM_WORDS") == layout.NUM_WORDS
+        assert {w.name: int(w) for w in python} == found
+    else:
+        prefix = enum.upper() + "_"
+        assert {prefix + m.name: int(m) for m in python} == found
