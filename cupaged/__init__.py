@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         OutOfRangeError,
         PoolShortError,
         SharedPageError,
+        TableColumnError,
+        TableRowError,
         TokenCountError,
     )
     from cupaged.interop import to_torch
@@ -50,6 +52,8 @@ _HOME = {
             "OutOfRangeError",
             "PoolShortError",
             "SharedPageError",
+            "TableColumnError",
+            "TableRowError",
             "TokenCountError",
         ),
         "cupaged.errors",
@@ -72,6 +76,8 @@ __all__ = [
     "PoolShortError",
     "SharedPageError",
     "Stats",
+    "TableColumnError",
+    "TableRowError",
     "TokenCountError",
     "to_torch",
 ]

@@ -18,6 +18,8 @@ __all__ = [
     "OutOfRangeError",
     "PoolShortError",
     "SharedPageError",
+    "TableColumnError",
+    "TableRowError",
     "TokenCountError",
 ]
 
@@ -116,6 +118,18 @@ class DoubleFreeError(DeviceError):
     what = "freed more often than it was owned"
 
 
+class TableRowError(OutOfRangeError):
+    """A row of a request table does not exist."""
+
+    what = "no such row in the request table"
+
+
+class TableColumnError(OutOfRangeError):
+    """A length does not fit a row of its request table."""
+
+    what = "the length needs more columns than the request table has"
+
+
 BY_BREACH: dict[int, type[DeviceError]] = {
     Breach.SHORT: PoolShortError,
     Breach.LENGTH: LengthError,
@@ -125,6 +139,8 @@ BY_BREACH: dict[int, type[DeviceError]] = {
     Breach.FREE_PAGE: FreePageError,
     Breach.SHARED_PAGE: SharedPageError,
     Breach.DOUBLE_FREE: DoubleFreeError,
+    Breach.ROW: TableRowError,
+    Breach.COLUMN: TableColumnError,
 }
 
 

@@ -1,6 +1,7 @@
 """The one file that knows array libraries: pointers, dtypes, devices, streams, DLPack.
 
-A *vector* is what a backend reads: on the host a contiguous int64 `numpy.ndarray`, on a GPU the tuple
+A *table* is a two-dimensional int32 array whose rows are contiguous: an `numpy.ndarray` on the host, on a GPU the tuple
+``(address, elements between rows, rows, columns, owner)``. A *vector* is what a backend reads: on the host a contiguous int64 `numpy.ndarray`, on a GPU the tuple
 ``(address, stride in bytes, 1 if int64 else 0, length, owner)``. Libraries are known by name: ``"numpy"``,
 ``"torch"``, ``"cupy"``, ``"numba"``. None of them but NumPy is imported before one of its arrays turns up.
 """
@@ -14,8 +15,10 @@ from typing import Any
 import numpy as np
 
 __all__ = [
+    "device_table",
     "device_vector",
     "host_array",
+    "host_table",
     "host_vector",
     "is_on_gpu",
     "library_of",
@@ -26,6 +29,7 @@ __all__ = [
 
 _INTEGERS = (np.dtype(np.int64), np.dtype(np.int32))
 DeviceVector = tuple[int, int, int, int, Any]
+DeviceTable = tuple[int, int, int, int, Any]
 
 
 def parse_device(device: Any) -> tuple[str, int | None]:
@@ -229,6 +233,90 @@ def _read_interface(x: Any, name: str, device: int) -> DeviceVector:
     strides = interface.get("strides")
     stride = strides[0] if strides else dtype.itemsize
     return interface["data"][0], stride, int(dtype.itemsize == 8), shape[0], x
+
+
+def host_table(x: Any, name: str) -> np.ndarray:
+    """View a request table on the host; it is written in place, so nothing is converted.
+
+    Raises
+    ------
+    TypeError
+        If it is not int32, or no array.
+    ValueError
+        If it has not two dimensions, its rows are not contiguous, it is read-only, or on a GPU.
+    """
+    if is_on_gpu(x):
+        raise ValueError(f"{name} is on a GPU, but this allocator is on the CPU")
+    if library_of(x) == "torch":
+        array = x.detach().numpy()
+    elif isinstance(x, np.ndarray):
+        array = x
+    else:
+        raise TypeError(f"{name} must be a NumPy array or a torch tensor, not {type(x).__name__}")
+    if array.dtype != np.int32:
+        raise TypeError(f"{name} must be int32, not {array.dtype}")
+    _check_table(name, array.shape, array.strides)
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only, but it is written in place")
+    return array
+
+
+def device_table(x: Any, name: str, device: int) -> DeviceTable:
+    """Address of a request table on a GPU.
+
+    Parameters
+    ----------
+    x : torch.Tensor, cupy.ndarray, or anything with ``__cuda_array_interface__``
+        int32, shape ``(rows, columns)``, rows contiguous.
+    name : str
+        The argument's name, for messages.
+    device : int
+        Index of the GPU that it must be on.
+
+    Returns
+    -------
+    tuple
+        ``(address, elements between rows, rows, columns, owner)``.
+
+    Raises
+    ------
+    TypeError
+        If it is not int32.
+    ValueError
+        If it has not two dimensions, its rows are not contiguous, or it is on another device.
+    """
+    if not is_on_gpu(x):
+        raise ValueError(f"{name} is on the host, but this allocator is on cuda:{device}")
+    address, shape, strides, is_int32, dtype, found = _describe(x)
+    if not is_int32:
+        raise TypeError(f"{name} must be int32, not {dtype}")
+    if found is not None and found != device:
+        raise ValueError(f"{name} is on cuda:{found}, but this allocator is on cuda:{device}")
+    _check_table(name, shape, strides)
+    return address, strides[0] // 4, shape[0], shape[1], x
+
+
+def _describe(x: Any) -> tuple[int, tuple, tuple, bool, Any, int | None]:
+    """Address, shape, strides in bytes, whether int32, dtype, device."""
+    library = library_of(x)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        strides = tuple(4 * s for s in x.stride())
+        return x.data_ptr(), tuple(x.shape), strides, x.dtype is torch.int32, x.dtype, x.get_device()
+    interface = x.__cuda_array_interface__
+    dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+    strides = interface.get("strides") or tuple(dtype.itemsize * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+    found = x.data.device_id if library == "cupy" else _device_of(x)
+    return interface["data"][0], shape, tuple(strides), dtype == np.int32, dtype, found
+
+
+def _check_table(name: str, shape: tuple, strides: tuple) -> None:
+    if len(shape) != 2:
+        raise ValueError(f"{name} must have two dimensions, rows and columns, not shape {tuple(shape)}")
+    if (shape[1] > 1 and strides[1] != 4) or strides[0] % 4:
+        raise ValueError(f"{name} must have contiguous rows, not strides of {tuple(strides)} bytes")
+    if shape[0] > 1 and abs(strides[0]) < 4 * shape[1]:
+        raise ValueError(f"{name} has rows that overlap: strides of {tuple(strides)} bytes")
 
 
 def _device_of(x: Any) -> int | None:

@@ -65,9 +65,8 @@ _METHOD = {"backup": "backup_state", "restore": "restore_state"}
 def _short(value: Any, form: str = "list") -> str:
     if not isinstance(value, list):
         return str(value)
-    text = str(value)
-    if len(value) > SHOWN:
-        text = f"[{', '.join(map(str, value[:SHOWN]))}, ...]  # {len(value)} entries"
+    first = ", ".join(map(str, value[:SHOWN]))
+    text = f"[{first}]" if len(value) <= SHOWN else f"[{first}, ... {len(value)} in all]"
     return text if form == "list" else f"{text} as {form}"
 
 
@@ -173,13 +172,17 @@ def _raised(error: Exception) -> _Raised:
     return _Raised(f"{type(error).__name__}: {error}")
 
 
+def make_allocator(backend: str, options: dict[str, Any]) -> PagedTokenToKVPoolAllocator:
+    """The allocator that a case runs on."""
+    return PagedTokenToKVPoolAllocator(backend=backend, **options)
+
+
 class _Player:
     """One allocator that ops are run on."""
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
-        device = "cuda" if backend in ("cupy", "numba-cuda") else "cpu"
-        self.name, self.on_gpu = backend, device == "cuda"
-        self.pool = PagedTokenToKVPoolAllocator(backend=backend, device=device, **options)
+        self.name, self.pool = backend, make_allocator(backend, options)
+        self.on_gpu = self.pool.device != "cpu"
         self.state: Any = None
 
     def run(self, op: Op, num_pages: int) -> Any:
@@ -341,14 +344,14 @@ def _window(value: Any, start: int) -> str:
 
 
 def _pages_needed(op: Op, page_size: int) -> int:
-    if op.name == "alloc_extend":
-        lengths = [np.array(op.kwargs.get(f"{name}_cpu", op.args[i]), np.int64) for i, name in enumerate(_LENGTHS)]
-    elif op.name == "alloc_decode":
-        seq = np.array(op.kwargs.get("seq_lens_cpu", op.args[0]), np.int64)
-        lengths = [seq - 1, seq]
-    else:
+    """Pages that an allocation takes by the lengths that its host knows."""
+    if op.name not in ("alloc_extend", "alloc_decode"):
         return 0
-    return pages_taken(*lengths, page_size) if len(lengths[0]) == len(lengths[1]) else 0
+    after = np.array(op.kwargs.get("seq_lens_cpu", op.args[op.name == "alloc_extend"]), np.int64)
+    before = after - 1
+    if op.name == "alloc_extend":
+        before = np.array(op.kwargs.get("prefix_lens_cpu", op.args[0]), np.int64)
+    return pages_taken(before, after, page_size) if before.shape == after.shape else 0
 
 
 _LENGTHS = ("prefix_lens", "seq_lens")
@@ -485,8 +488,7 @@ class _Author:
 
     def next(self) -> tuple[Op, Callable[[Any], None]]:
         """An op, and what to do with its outcome."""
-        weights = _WEIGHTS
-        name = str(self.rng.choice(_NAMES, p=weights))
+        name = str(self.rng.choice(_NAMES, p=_WEIGHTS))
         return getattr(self, f"_{name}")()
 
     # -- chance

@@ -2,15 +2,50 @@
 #include "common.cuh"
 
 struct Request {
-    i64 prefix, seq, last;
+    i64 prefix, seq, last, row;
+    bool padding;
 };
+
+// Slot of a request's last cached token as its table tells it; the caller has checked row and columns.
+__device__ __forceinline__ i64 last_in_table(const Args& a, i64 row, i64 prefix) {
+    const i64 cell = a.table[row * a.table_stride + cell_of(a, prefix - 1)];
+    if (!a.table_pages || cell < 0) return cell;
+    return cell * a.page_size + (prefix - 1) - div_page(a, prefix - 1) * a.page_size;
+}
 
 __device__ __forceinline__ Request load_request(const Args& a, i64 i) {
     Request r;
     r.seq = a.seq.at(i);
-    r.prefix = a.kind == KIND_DECODE ? r.seq - (r.seq > -INT32_LARGEST) : a.prefix.at(i);
-    r.last = a.last.at(i);
+    r.padding = false;
+    r.row = 0;
+    if (a.kind == KIND_DECODE)
+        r.prefix = r.seq - (r.seq > -INT32_LARGEST);
+    else if (a.kind == KIND_DECODE_STEP)
+        r.prefix = r.seq, r.seq += r.seq < INT32_LARGEST + 1LL;
+    else
+        r.prefix = a.prefix.at(i);
+    if (!a.table) {
+        r.last = a.last.at(i);
+        return r;
+    }
+    r.row = a.rows.at(i);
+    r.last = -1;
+    r.padding = r.row == a.pad_row;
+    if (r.padding) {
+        // whatever its lengths say: no pages, and as many tokens as they leave room for in the output
+        i64 tokens = r.seq - r.prefix;
+        if (!lengths_hold(r.prefix, r.seq)) tokens = a.kind == KIND_DECODE_STEP;
+        r.prefix = 0;
+        r.seq = tokens;
+    } else if (row_in_table(a, r.row) && lengths_hold(r.prefix, r.seq) && columns_in_table(a, r.seq) && r.prefix > 0 &&
+               r.seq > r.prefix) {
+        r.last = last_in_table(a, r.row, r.prefix);
+    }
     return r;
+}
+
+__device__ __forceinline__ i64 new_pages(const Args& a, const Request& r) {
+    return r.padding ? 0 : up_pages(a, r.seq) - up_pages(a, r.prefix);
 }
 
 // Room left in the request's last page that this op writes.
@@ -22,7 +57,10 @@ __device__ __forceinline__ i64 old_page_tokens(const Args& a, const Request& r) 
 // The breach of one request, or BREACH_NONE; `carry_on` where the classic kernels' behaviour harms nobody.
 __device__ __forceinline__ int breach_of(const Args& a, const Request& r, bool& carry_on) {
     carry_on = false;
-    if (r.prefix < 0 || r.seq < r.prefix || r.seq > INT32_LARGEST) return BREACH_LENGTH;
+    if (r.padding) return BREACH_NONE;
+    if (a.table && !row_in_table(a, r.row)) return BREACH_ROW;
+    if (!lengths_hold(r.prefix, r.seq)) return BREACH_LENGTH;
+    if (a.table && !columns_in_table(a, r.seq)) return BREACH_COLUMN;
     const i64 tokens = old_page_tokens(a, r);
     if (tokens == 0) return BREACH_NONE;
     if (r.last < 0) return BREACH_RANGE;
@@ -41,7 +79,8 @@ __device__ __forceinline__ int breach_of(const Args& a, const Request& r, bool& 
 }
 
 __device__ __forceinline__ i64 breach_value(const Request& r, int breach) {
-    return breach == BREACH_LENGTH ? r.seq : r.last;
+    if (breach == BREACH_ROW) return r.row;
+    return breach == BREACH_LENGTH || breach == BREACH_COLUMN ? r.seq : r.last;
 }
 
 // Thread 0 decides: all or nothing. The whole plan's sums come in; nothing has been written yet but scratch.
@@ -66,7 +105,7 @@ __device__ __forceinline__ bool decide(const Args& a, i64 pages, i64 tokens, i64
     if (status == STATUS_OK) {
         take_pages(a, pages);
         w[TOKENS] = tokens;
-        w[RET] = (pages << 32) | tokens;
+        w[RET] = (pages << 32) | (tokens & 0xffffffffLL);
     } else {
         w[REFUSALS] += 1;
         if (status == STATUS_REFUSED || !a.quiet) w[RET] = 0;
@@ -105,8 +144,8 @@ __device__ __forceinline__ bool plan(const Args& a, i64 (&pages_before)[ITEMS]) 
                 atomicMin(&first_breach, ((first + j) << 8) | breach);
                 if (!carry_on) atomicExch(&refused, 1);
             }
-            if (breach != BREACH_LENGTH) {
-                pages[j] = up_pages(a, r[j].seq) - up_pages(a, r[j].prefix);
+            if (lengths_hold(r[j].prefix, r[j].seq)) {
+                pages[j] = new_pages(a, r[j]);
                 tokens[j] = r[j].seq - r[j].prefix;
             }
             my_pages += pages[j];
@@ -146,12 +185,42 @@ __device__ __forceinline__ i64 slot_of(const Args& a, const Request& r, i64 page
     return static_cast<i64>(page) * a.page_size + offset;
 }
 
-// Up to 1,024 decode requests: plan and write in the same block, one request a thread.
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) decode_small(const Args a) {
+// Writes token j of a request to the output, and to its table row where it has one.
+__device__ __forceinline__ void write_token(const Args& a, i64 at, const Request& r, i64 pages_before, i64 j) {
+    if (r.padding) {
+        put_slot(a, at, 0);
+        return;
+    }
+    const i64 slot = slot_of(a, r, pages_before, j);
+    put_slot(a, at, slot);
+    if (!a.table) return;
+    const i64 token = r.prefix + j;
+    int* cell = a.table + r.row * a.table_stride + cell_of(a, token);
+    if (!a.table_pages)
+        *cell = static_cast<int>(slot);
+    else if (token - div_page(a, token) * a.page_size == 0)
+        *cell = static_cast<int>(div_page(a, slot));
+}
+
+// Small batches: plan and write in the same block. A decode's thread has its request's one token.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) alloc_small(const Args a) {
     i64 pages_before[1];
     const bool granted = plan<1>(a, pages_before);
-    const i64 i = threadIdx.x;
-    if (i < a.n) put_slot(a, i, granted ? slot_of(a, load_request(a, i), pages_before[0], 0) : a.refused_slot);
+    if (a.kind == KIND_DECODE || a.kind == KIND_DECODE_STEP) {
+        const i64 i = threadIdx.x;
+        if (i < a.n && granted) write_token(a, i, load_request(a, i), pages_before[0], 0);
+        if (i < a.n && !granted) put_slot(a, i, a.refused_slot);
+    } else {
+        const i64 tokens = granted ? a.words[TOKENS] : 0;
+        for (i64 t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
+            if (t < tokens) {
+                const i64 i = request_of(a.plan_tokens, t, 0, a.n - 1);
+                write_token(a, t, load_request(a, i), a.plan_pages[i], t - a.plan_tokens[i]);
+            } else {
+                put_slot(a, t, a.refused_slot);
+            }
+        }
+    }
     if (threadIdx.x < 32) post(a);
 }
 
@@ -166,18 +235,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_requests(const A
     if (threadIdx.x < 32) post(a);
 }
 
-// Last request in [low, high] whose first token is not after `token`; requests without tokens lie before it.
-__device__ __forceinline__ i64 request_of(const Args& a, i64 token, i64 low, i64 high) {
-    while (low < high) {
-        const i64 middle = (low + high + 1) >> 1;
-        if (a.plan_tokens[middle] <= token)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
 // A tile of the output a block, so that one long request is spread over the whole GPU.
 extern "C" __global__ void __launch_bounds__(256) write_slots(const Args a) {
     __shared__ i64 low, high;
@@ -185,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(256) write_slots(const Args a) {
     const i64 granted = a.words[OK] ? a.words[TOKENS] : 0;
     const i64 end = begin + blockDim.x < granted ? begin + blockDim.x : granted;
     if (begin < end) {
-        if (threadIdx.x == 0) low = request_of(a, begin, 0, a.n - 1);
-        if (threadIdx.x == 32) high = request_of(a, end - 1, 0, a.n - 1);
+        if (threadIdx.x == 0) low = request_of(a.plan_tokens, begin, 0, a.n - 1);
+        if (threadIdx.x == 32) high = request_of(a.plan_tokens, end - 1, 0, a.n - 1);
     }
     __syncthreads();
     const i64 token = begin + threadIdx.x;
@@ -195,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(256) write_slots(const Args a) {
         put_slot(a, token, a.refused_slot);
         return;
     }
-    const i64 i = request_of(a, token, low, high);
-    put_slot(a, token, slot_of(a, load_request(a, i), a.plan_pages[i], token - a.plan_tokens[i]));
+    const i64 i = request_of(a.plan_tokens, token, low, high);
+    write_token(a, token, load_request(a, i), a.plan_pages[i], token - a.plan_tokens[i]);
 }
 
 // Whole pages for `alloc`: n pages, num_tokens = n * page_size slots.
@@ -208,6 +265,6 @@ extern "C" __global__ void __launch_bounds__(32) plan_pages(const Args a) {
 extern "C" __global__ void __launch_bounds__(256) write_pages(const Args a) {
     const i64 token = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (token >= a.num_tokens) return;
-    const Request whole = {0, a.num_tokens, -1};
+    const Request whole = {0, a.num_tokens, -1, 0, false};
     put_slot(a, token, a.words[OK] ? slot_of(a, whole, 0, token) : a.refused_slot);
 }

@@ -52,6 +52,13 @@ enum Kind {
     KIND_BACKUP,
     KIND_RESTORE,
     KIND_REFRESH,
+    KIND_DECODE_STEP,
+    KIND_EXTEND_STEP,
+    KIND_TRIM,
+    KIND_RELEASE,
+    KIND_FREE_QUEUE,
+    KIND_KV_ALLOC,
+    KIND_KV_BATCH,
 };
 
 enum Breach {
@@ -64,11 +71,13 @@ enum Breach {
     BREACH_FREE_PAGE,
     BREACH_SHARED_PAGE,
     BREACH_DOUBLE_FREE,
+    BREACH_ROW,
+    BREACH_COLUMN,
 };
 
 enum Where { FRONT, BACK, STAGE };
 
-// One-dimensional int32 or int64 argument with any stride.
+// One-dimensional int32 or int64 argument with any stride; without data, `stride` is the value of every entry.
 struct Vec {
     const char* data;
     i64 stride;  // bytes
@@ -76,6 +85,7 @@ struct Vec {
     int unused;
 
     __device__ __forceinline__ i64 at(i64 i) const {
+        if (!data) return stride;
         const char* p = data + i * stride;
         return wide ? *reinterpret_cast<const i64*>(p) : *reinterpret_cast<const int*>(p);
     }
@@ -114,6 +124,16 @@ struct Args {
     int quiet;          // 1: a short pool is an answer, not an error
     int where;
     int push;
+    // its request table, if it has one
+    int* table;
+    i64 table_stride;   // elements between rows
+    i64 table_rows;
+    i64 table_cols;
+    i64 pad_row;
+    Vec rows;           // the table row of each request
+    int* slot_refs;     // counts a slot that go down with its page, or null
+    int table_pages;    // 1: cells are pages, 0: cells are slots
+    int unused;
 };
 
 // ---- pages ---------------------------------------------------------------------------------------------------
@@ -126,6 +146,31 @@ __device__ __forceinline__ i64 div_page(const Args& a, i64 n) {
 }
 
 __device__ __forceinline__ i64 up_pages(const Args& a, i64 n) { return div_page(a, n + a.page_size - 1); }
+
+// Position of a token's cell in its table row.
+__device__ __forceinline__ i64 cell_of(const Args& a, i64 token) { return a.table_pages ? div_page(a, token) : token; }
+
+__device__ __forceinline__ bool row_in_table(const Args& a, i64 row) { return row >= 0 && row < a.table_rows; }
+
+__device__ __forceinline__ bool columns_in_table(const Args& a, i64 seq) {
+    return seq == 0 || cell_of(a, seq - 1) < a.table_cols;
+}
+
+__device__ __forceinline__ bool lengths_hold(i64 prefix, i64 seq) {
+    return prefix >= 0 && seq >= prefix && seq <= INT32_LARGEST;
+}
+
+// Last request in [low, high] that begins at or before `at` in the plan; requests with nothing lie before it.
+__device__ __forceinline__ i64 request_of(const int* begins, i64 at, i64 low, i64 high) {
+    while (low < high) {
+        const i64 middle = (low + high + 1) >> 1;
+        if (begins[middle] <= at)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
 
 __device__ __forceinline__ i64 ring_position(const Args& a, i64 i) { return i >= a.capacity ? i - a.capacity : i; }
 

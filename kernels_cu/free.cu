@@ -68,6 +68,7 @@ __device__ __forceinline__ void settle_touched(const Args& a) {
         }
         const u32 gone = __ballot_sync(FULL_WARP, owners == 0);
         const u32 single = __ballot_sync(FULL_WARP, owners == 1);
+        __syncwarp();  // votes order no memory: every lane has read its word
         if (lane == 0) {
             a.touched[word] = 0;
             a.freed[word] |= gone;
@@ -140,92 +141,206 @@ extern "C" __global__ void __launch_bounds__(1024) free_slots_small(const Args a
     settle(a);
 }
 
-// ---- free by page id: one owner an entry, pages in the caller's order -------------------------------------------
-
-// For a segment the entries are slots of page-aligned tokens; num_tokens is what an entry is divided by.
-__device__ __forceinline__ i64 entry_page(const Args& a, i64 i) {
-    const i64 entry = a.seq.at(i);
-    if (a.num_tokens == 1 || entry < 0) return entry;
-    return div_page(a, entry);
+// One reference less in every slot of the pages that an op has pushed, never below zero.
+__device__ __forceinline__ void lower_slot_refs(const Args& a, i64 first, i64 pages) {
+    __syncthreads();
+    for (i64 k = threadIdx.x; k < pages * a.page_size; k += blockDim.x) {
+        const i64 nth = div_page(a, k);
+        const i64 page = a.free_ring[ring_position(a, first + nth)];
+        int* refs = a.slot_refs + page * a.page_size + k - nth * a.page_size;
+        if (*refs > 0) *refs -= 1;
+    }
 }
 
+// ---- free by page: one owner an entry, pages in the order of the entries ---------------------------------------
+
+// Entries given as an array. For a segment they are slots of page-aligned tokens; num_tokens is what divides them.
+struct GivenEntries {
+    const Args& a;
+
+    __device__ __forceinline__ i64 count() const { return a.n; }
+    __device__ __forceinline__ i64 value(i64 e) const { return a.seq.at(e); }
+    __device__ __forceinline__ i64 index(i64 e) const { return e; }
+    __device__ __forceinline__ i64 page(i64 e) const {
+        const i64 entry = a.seq.at(e);
+        return a.num_tokens == 1 || entry < 0 ? entry : div_page(a, entry);
+    }
+};
+
+// Entries in table rows: pages [begin, end) of each request, laid out one after the other by the plan.
+struct RowEntries {
+    const Args& a;
+    i64 total;
+
+    __device__ __forceinline__ i64 count() const { return total; }
+    __device__ __forceinline__ i64 index(i64 e) const { return request_of(a.plan_tokens, e, 0, a.n - 1); }
+    __device__ __forceinline__ i64 value(i64 e) const {
+        const i64 i = index(e);
+        const i64 nth = a.plan_pages[i] + e - a.plan_tokens[i];
+        const i64 row = a.rows.at(i);
+        if (row == a.pad_row) return a.seq.at(nth);  // of a queue: entries that were given as an array
+        return a.table[row * a.table_stride + (a.table_pages ? nth : nth * a.page_size)];
+    }
+    __device__ __forceinline__ i64 page(i64 e) const {
+        const i64 entry = value(e);
+        return a.table_pages || entry < 0 ? entry : div_page(a, entry);
+    }
+};
+
 // Gives back what was taken too often: the last entries of each page that has gone below zero. One thread, since
-// only a broken contract leads here. Returns the lowest such index.
-__device__ __noinline__ i64 undo_excess(const Args& a) {
-    i64 lowest = a.n;
-    for (i64 i = a.n - 1; i >= 0; --i) {
-        const i64 page = entry_page(a, i);
+// only a broken contract leads here. Returns the lowest such entry.
+template <typename Entries>
+__device__ __forceinline__ i64 undo_excess(const Args& a, const Entries& entries) {
+    i64 lowest = entries.count();
+    for (i64 e = entries.count() - 1; e >= 0; --e) {
+        const i64 page = entries.page(e);
         if (!is_page(a, page) || a.ref_count[page] >= 0) continue;
         a.ref_count[page] += 1;
-        lowest = i;
+        lowest = e;
     }
     return lowest;
 }
 
-// A page is pushed at its lowest index among the entries, if that is i and no owner is left.
-__device__ __forceinline__ bool pushes(const Args& a, i64 i) {
-    if (i >= a.n) return false;
-    const i64 page = entry_page(a, i);
-    return is_page(a, page) && a.first_index[page] == i && a.ref_count[page] == 0;
+// A page is pushed at its lowest entry, if no owner is left.
+template <typename Entries>
+__device__ __forceinline__ bool pushes(const Args& a, const Entries& entries, i64 e) {
+    if (e >= entries.count()) return false;
+    const i64 page = entries.page(e);
+    return is_page(a, page) && a.first_index[page] == e && a.ref_count[page] == 0;
 }
 
-extern "C" __global__ void __launch_bounds__(1024) free_page_ids(const Args a) {
+// The whole op, by one block, up to its mail.
+template <typename Entries>
+__device__ __forceinline__ void free_entries(const Args& a, const Entries& entries) {
     __shared__ i64 carry[2][32], breach, first;
     __shared__ int unshared;
+    const i64 n = entries.count();
     if (threadIdx.x == 0) {
         breach = NO_BREACH;
         unshared = 0;
     }
     __syncthreads();
-    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
-        const i64 page = entry_page(a, i);
+    for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
+        const i64 page = entries.page(e);
         if (!is_page(a, page))
-            breach_at(&breach, i, BREACH_RANGE);
+            breach_at(&breach, e, BREACH_RANGE);
         else if (a.ref_count[page] == 0)
-            breach_at(&breach, i, BREACH_DOUBLE_FREE);
+            breach_at(&breach, e, BREACH_DOUBLE_FREE);
         else
-            atomicMin(&a.first_index[page], static_cast<int>(i));
+            atomicMin(&a.first_index[page], static_cast<int>(e));
     }
     __syncthreads();
     int excess = 0;
-    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
-        const i64 page = entry_page(a, i);
+    for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
+        const i64 page = entries.page(e);
         if (!is_page(a, page) || a.first_index[page] == INT32_LARGEST) continue;
         const int owners = atomicSub(&a.ref_count[page], 1);
         if (owners == 2) atomicAdd(&unshared, 1);
         excess |= owners <= 0;
     }
     if (__syncthreads_or(excess)) {
-        if (threadIdx.x == 0) breach_at(&breach, undo_excess(a), BREACH_DOUBLE_FREE);
+        if (threadIdx.x == 0) breach_at(&breach, undo_excess(a, entries), BREACH_DOUBLE_FREE);
         __syncthreads();
     }
     i64 mine = 0;
-    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) mine += pushes(a, i);
+    for (i64 e = threadIdx.x; e < n; e += blockDim.x) mine += pushes(a, entries, e);
     i64 total;
     block_exclusive(mine, carry[0], total);
     if (threadIdx.x == 0) {
         begin_op(a);
-        if (breach != NO_BREACH) record(a, static_cast<int>(breach & 255), breach >> 8, a.seq.at(breach >> 8));
+        if (breach != NO_BREACH) {
+            const i64 e = breach >> 8;
+            record(a, static_cast<int>(breach & 255), entries.index(e), entries.value(e));
+        }
         a.words[SHARED] -= unshared;
         first = give_pages(a, total);
     }
     __syncthreads();
     i64 done = first;
     int turn = 1;
-    for (i64 base = 0; base < a.n; base += blockDim.x, turn ^= 1) {
-        const i64 i = base + threadIdx.x;
-        const bool push = pushes(a, i);
+    for (i64 base = 0; base < n; base += blockDim.x, turn ^= 1) {
+        const i64 e = base + threadIdx.x;
+        const bool push = pushes(a, entries, e);
         i64 tile;
         const i64 rank = block_exclusive(push, carry[turn], tile);
-        if (push) a.free_ring[ring_position(a, done + rank)] = static_cast<int>(entry_page(a, i));
+        if (push) a.free_ring[ring_position(a, done + rank)] = static_cast<int>(entries.page(e));
         done = ring_position(a, done + tile);
     }
     __syncthreads();
-    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
-        const i64 page = entry_page(a, i);
-        if (is_page(a, page)) a.first_index[page] = INT32_LARGEST;
+    for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
+        const i64 page = entries.page(e);
+        if (is_page(a, page)) atomicExch(&a.first_index[page], INT32_LARGEST);
     }
+    if (a.slot_refs) lower_slot_refs(a, first, total);
     if (threadIdx.x == 0) end_op(a, STATUS_OK);
+}
+
+extern "C" __global__ void __launch_bounds__(1024) free_page_ids(const Args a) {
+    free_entries(a, GivenEntries{a});
+    if (threadIdx.x < 32) post(a);
+}
+
+// ---- free by table row ------------------------------------------------------------------------------------------
+
+// Pages [begin, end) of request i in its row, and what is wrong with it. A queue says them itself; a trim frees what
+// lies past the new length, the boundary page only if none of its tokens stays.
+__device__ __forceinline__ int row_range(const Args& a, i64 i, i64& begin, i64& end, i64& value) {
+    const i64 row = a.rows.at(i);
+    begin = end = 0;
+    if (a.kind == KIND_FREE_QUEUE) {
+        begin = a.prefix.at(i);
+        end = a.last.at(i);
+        return BREACH_NONE;
+    }
+    if (row == a.pad_row) return BREACH_NONE;
+    value = row;
+    if (!row_in_table(a, row)) return BREACH_ROW;
+    const i64 seq = a.seq.at(i), keep = a.kind == KIND_TRIM ? a.prefix.at(i) : 0;
+    value = keep < 0 || keep > seq ? keep : seq;
+    if (!lengths_hold(keep, seq)) return BREACH_LENGTH;
+    if (!columns_in_table(a, seq)) return BREACH_COLUMN;
+    begin = up_pages(a, keep);
+    end = up_pages(a, seq);
+    return BREACH_NONE;
+}
+
+// All or nothing: a row or column out of the table refuses the whole op.
+extern "C" __global__ void __launch_bounds__(1024) free_rows(const Args a) {
+    __shared__ i64 carry[2][32], breach;
+    if (threadIdx.x == 0) breach = NO_BREACH;
+    __syncthreads();
+    i64 total = 0;
+    int turn = 0;
+    for (i64 base = 0; base < a.n; base += blockDim.x, turn ^= 1) {
+        const i64 i = base + threadIdx.x;
+        i64 begin = 0, end = 0, value;
+        if (i < a.n) {
+            const int found = row_range(a, i, begin, end, value);
+            if (found != BREACH_NONE) breach_at(&breach, i, found);
+        }
+        i64 tile;
+        const i64 at = total + block_exclusive(end - begin, carry[turn], tile);
+        if (i < a.n) {
+            a.plan_tokens[i] = static_cast<int>(at);
+            a.plan_pages[i] = static_cast<int>(begin);
+        }
+        total += tile;
+    }
+    __syncthreads();
+    if (breach == NO_BREACH && total <= INT32_LARGEST) {
+        free_entries(a, RowEntries{a, total});
+    } else if (threadIdx.x == 0) {
+        begin_op(a);
+        if (breach != NO_BREACH) {
+            i64 begin, end, value;
+            row_range(a, breach >> 8, begin, end, value);
+            record(a, static_cast<int>(breach & 255), breach >> 8, value);
+        } else {
+            record(a, BREACH_SUM, WHOLE_BATCH, total);
+        }
+        a.words[REFUSALS] += 1;
+        end_op(a, STATUS_REFUSED);
+    }
     if (threadIdx.x < 32) post(a);
 }
 
@@ -239,10 +354,10 @@ extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const Args a)
     }
     __syncthreads();
     for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
-        const i64 page = entry_page(a, i);
+        const i64 page = a.seq.at(i);
         if (!is_page(a, page))
             breach_at(&breach, i, BREACH_RANGE);
-        else if (a.ref_count[page] == 0)
+        else if (static_cast<volatile int*>(a.ref_count)[page] == 0)  // owners only grow here
             breach_at(&breach, i, BREACH_FREE_PAGE);
         else if (atomicAdd(&a.ref_count[page], 1) == 1)
             atomicAdd(&shared, 1);

@@ -84,6 +84,13 @@ class HostCudaBackend(CudaBackend):
             self.in_use.append(copy)
         return DeviceArray(copy)
 
+    def lend(self, array):
+        copy = exact_copy(array)
+        return copy, copy.ctypes.data
+
+    def table(self, x, name):
+        return super().table(DeviceArray(x) if isinstance(x, np.ndarray) else x, name)
+
     def _mapped(self, n):
         self.mailbox, address = self._zeros(n, np.int64)
         return self.mailbox.data, address

@@ -26,6 +26,9 @@ def options(rng: np.random.Generator, page_size: int, **fixed) -> dict:
     return choice | fixed
 
 
+PAD_ROW = -1
+
+
 class Script:
     """Draws operations that make sense for the state of the reference, and now and then some that do not."""
 
@@ -33,9 +36,18 @@ class Script:
         self.rng, self.reference, self.largest_batch = rng, reference, largest_batch
         self.requests: list[tuple[int, int]] = []  # (length, last slot) of requests that seem alive
         self.saved = None
+        size = reference.page_size
+        self.with_tables = size <= 64
+        # A slot table and a page table, garbage where nobody has written, as (cells, length known of each row).
+        self.tables = [
+            (rng.integers(-1, 70, (6, 4 * size + 3)).astype(np.int32), np.zeros(6, np.int64)),
+            (rng.integers(-1, 70, (6, 5)).astype(np.int32), np.zeros(6, np.int64)),
+        ]
 
     def draw(self) -> tuple[Kind, dict]:
-        names = ("extend", "decode", "alloc", "free", "free", "free_pages", "free_segment", "retain", "rare")
+        names = ["extend", "decode", "alloc", "free", "free", "free_pages", "free_segment", "retain", "rare"]
+        if self.with_tables:
+            names += ["step", "step", "step", "rows_to_free", "rows_to_free", "queue"]
         return getattr(self, "_" + str(self.rng.choice(names)))()
 
     def _bad(self, chance: float = 0.06) -> bool:
@@ -119,8 +131,83 @@ class Script:
             return Kind.REFRESH, {}
         return Kind.REFRESH, {"sort": int(self.rng.integers(0, 80))}
 
+    def _rows(self, lengths: np.ndarray) -> np.ndarray:
+        rows = self.rng.permutation(lengths.size)[: int(self.rng.integers(0, lengths.size + 1))]
+        rows = np.where(self.rng.random(rows.size) < 0.15, PAD_ROW, rows)
+        if rows.size and self._bad():
+            rows[int(self.rng.integers(rows.size))] = int(self.rng.choice([-2, lengths.size, 2**40, -(2**63)]))
+        return rows
+
+    def _disturb(self, array: np.ndarray) -> None:
+        if array.size and self._bad():
+            i = int(self.rng.integers(array.size))
+            strange = [-1, 0, array[i] + 1, array[i] - 1, 10**6, 2**31 - 1, 2**31, -(2**63), 2**63 - 1]
+            array[i] = strange[int(self.rng.integers(len(strange)))]
+
+    def _step(self):
+        which = int(self.rng.integers(2))
+        cells, lengths = self.tables[which]
+        rows = self._rows(lengths)
+        known = np.where((rows >= 0) & (rows < lengths.size), lengths[rows % lengths.size], 0)
+        given = {"which": which, "rows": rows}
+        if self.rng.integers(2):
+            seq = known.copy()
+            self._disturb(seq)
+            return Kind.DECODE_STEP, given | {"prefix": None, "seq": seq, "num_tokens": rows.size}
+        most = 2 * self.reference.page_size + 1
+        prefix, seq = known.copy(), known + self.rng.integers(0, most, rows.size)
+        total = int((seq - prefix).sum())
+        self._disturb(prefix if self.rng.integers(2) else seq)
+        return Kind.EXTEND_STEP, given | {"prefix": prefix, "seq": seq, "num_tokens": total}
+
+    def _rows_to_free(self):
+        which = int(self.rng.integers(2))
+        lengths = self.tables[which][1]
+        rows = self._rows(lengths)
+        seq = np.where((rows >= 0) & (rows < lengths.size), lengths[rows % lengths.size], 0)
+        keep = self.rng.integers(0, seq + 1) if self.rng.integers(2) else None
+        given = {"which": which, "rows": rows, "where": self._where()}
+        if keep is None or self.rng.integers(2):
+            self._disturb(seq)
+        else:
+            self._disturb(keep)
+        kind = Kind.RELEASE if keep is None else Kind.TRIM
+        return kind, given | {"keep": keep, "seq": seq}
+
+    def _queue(self):
+        rows, begins, ends, entries = [], [], [], self._owned_pages(5)
+        for row in self.rng.permutation(6)[:3]:
+            pages = -(-int(self.tables[1][1][row]) // self.reference.page_size)
+            begin = int(self.rng.integers(0, min(pages, 5) + 1))
+            rows.append(int(row)), begins.append(begin), ends.append(min(pages, 5))
+            self.tables[1][1][row] = begin * self.reference.page_size
+        cut = int(self.rng.integers(0, entries.size + 1))
+        rows += [-1, -1]
+        begins += [0, cut]
+        ends += [cut, entries.size]
+        order = self.rng.permutation(len(rows))
+        columns = (np.array(x, np.int64)[order] for x in (rows, begins, ends))
+        refs = (self.rng.integers(0, 3, (self.reference.capacity + 1) * self.reference.page_size)).astype(np.int32)
+        return Kind.FREE_QUEUE, {"items": tuple(columns), "entries": entries, "where": self._where(), "refs": refs}
+
+    def _learn_rows(self, kind: Kind, given: dict) -> None:
+        lengths = self.tables[given["which"]][1]
+        if not self.reference.words[Word.OK]:
+            return
+        for i, row in enumerate(given["rows"]):
+            if row == PAD_ROW:
+                continue
+            if kind is Kind.TRIM:
+                lengths[row] = given["keep"][i]
+            elif kind is Kind.RELEASE:
+                lengths[row] = 0
+            else:
+                lengths[row] = given["seq"][i] + (kind is Kind.DECODE_STEP)
+
     def learn(self, kind: Kind, given: dict, out: np.ndarray | None) -> None:
         """Take up what the reference handed out."""
+        if "rows" in given:
+            self._learn_rows(kind, given)
         if kind not in (Kind.EXTEND, Kind.DECODE) or not self.reference.words[Word.OK]:
             return
         end = 0
@@ -142,6 +229,23 @@ class Runner:
         backend.enter("")
         self._begin(Kind.CLEAR, 0)
         backend.clear(backend.capacity)
+        self.tables: list = []
+        self.refs = np.zeros(0, np.int32)
+
+    def lend(self, array: np.ndarray):
+        """The array on the backend's device, and as its kernels take it."""
+        if self.backend.synchronous:
+            return array, array
+        if hasattr(self.backend, "lend"):
+            return self.backend.lend(array)
+        copy = self.backend._upload(array)
+        return copy, copy.__cuda_array_interface__["data"][0]
+
+    def take_tables(self, tables) -> None:
+        self.tables = [self.lend(cells.copy())[0] for cells, _ in tables]
+
+    def _table(self, which: int):
+        return self.backend.table(self.tables[which], "table")
 
     def _begin(self, kind: Kind, quiet: int) -> None:
         self.op += 1
@@ -182,6 +286,33 @@ class Runner:
         elif kind in (Kind.FREE_PAGES, Kind.FREE_SEGMENT):
             self._begin(kind, 0)
             b.free_pages(vec(given["entries"]), given["divisor"], given["where"])
+        elif kind in (Kind.DECODE_STEP, Kind.EXTEND_STEP):
+            self._begin(kind, quiet)
+            out, raw = b.output(b.native_library, given["num_tokens"])
+            prefix = None if given["prefix"] is None else vec(given["prefix"])
+            which = given["which"]
+            b.step(
+                self._table(which),
+                which == 1,
+                PAD_ROW,
+                vec(given["rows"]),
+                prefix,
+                vec(given["seq"]),
+                given["num_tokens"],
+                raw,
+            )
+        elif kind in (Kind.TRIM, Kind.RELEASE):
+            self._begin(kind, 0)
+            keep = None if given["keep"] is None else vec(given["keep"])
+            which = given["which"]
+            b.free_rows(
+                self._table(which), which == 1, PAD_ROW, vec(given["rows"]), keep, vec(given["seq"]), given["where"]
+            )
+        elif kind is Kind.FREE_QUEUE:
+            self._begin(kind, 0)
+            refs = self.lend(given["refs"].copy())
+            self.refs = refs[0]
+            b.free_queue(self._table(1), *map(vec, given["items"]), vec(given["entries"]), given["where"], refs[1])
         elif kind is Kind.RETAIN:
             self._begin(kind, 0)
             b.retain_pages(vec(given["entries"]))

@@ -31,6 +31,8 @@ def play(contestant, seed: int, page_size: int, steps: int, **fixed) -> None:
     reference.native_library, other.native_library = "numpy", other.library
     left, right = Runner(reference), Runner(other)
     script = Script(rng, reference, largest_batch)
+    left.take_tables(script.tables)
+    right.take_tables(script.tables)
     for step in range(steps):
         kind, arguments = script.draw()
         quiet, narrow, stride = int(rng.integers(2)), bool(rng.integers(2)), int(rng.choice([1, 1, 3]))
@@ -40,6 +42,8 @@ def play(contestant, seed: int, page_size: int, steps: int, **fixed) -> None:
         where = f"seed {seed}, step {step}, {kind.name} {arguments}, {chosen}"
         settled = state(other)
         assert state(reference) == settled, where
+        for mine, yours in zip((*left.tables, left.refs), (*right.tables, right.refs), strict=True):
+            np.testing.assert_array_equal(to_host(yours), mine, err_msg=where)
         if expected is not None:
             np.testing.assert_array_equal(to_host(found), expected, err_msg=where)
         if settled["error"] and rng.random() < 0.5:

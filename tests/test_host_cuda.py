@@ -266,6 +266,9 @@ def run_right(demo):
         demo("block_words", 1, 128, [0], (4, 128), 100, order=order)
         demo("atomics", 3, 32, x[:96], 16, order=order)
         demo("volatile_word", 3, 64, [0], 2, order=order)
+    if demo.module.mode == "tsan":
+        with pytest.raises(HostCudaError, match="too many threads for ThreadSanitizer"):
+            demo("grid_sum", 13, 256, x, 1)
 
 
 def run_stopped(demo):

@@ -17,12 +17,12 @@ import numpy as np
 from cupaged.backends.gpu import GpuBackend
 from cupaged.backends.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
 from cupaged.errors import CaptureError
-from cupaged.interop import DeviceVector
+from cupaged.interop import DeviceTable, DeviceVector
 
 __all__ = ["ARGS", "KERNELS", "CudaBackend", "CupyBackend", "probe", "source"]
 
 KERNELS = (
-    "decode_small",
+    "alloc_small",
     "plan_requests",
     "write_slots",
     "plan_pages",
@@ -31,6 +31,7 @@ KERNELS = (
     "settle_slots",
     "free_slots_small",
     "free_page_ids",
+    "free_rows",
     "retain_page_ids",
     "sort_free",
     "clear_pool",
@@ -42,6 +43,7 @@ KERNELS = (
 _SOURCES = ("alloc.cu", "free.cu", "state.cu")
 PLAN_THREADS = 1024
 TILE = 256
+SMALL_WRITE = 4096  # tokens that one block plans and writes in a single launch
 SMALL_FREE = 4096  # slots that one block marks and settles in a single launch
 
 _VEC = np.dtype([("data", "u8"), ("stride", "i8"), ("wide", "i4"), ("unused", "i4")])
@@ -67,10 +69,21 @@ ARGS = np.dtype(
         ("quiet", "i4"),
         ("where", "i4"),
         ("push", "i4"),
+        ("table", "u8"),
+        ("table_stride", "i8"),
+        ("table_rows", "i8"),
+        ("table_cols", "i8"),
+        ("pad_row", "i8"),
+        ("rows", _VEC),
+        ("slot_refs", "u8"),
+        ("table_pages", "i4"),
+        ("unused", "i4"),
     ],
     align=True,
 )
 _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
+_TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
+_PACK_TABLE = struct.Struct("<QqqqqQqiIQiI").pack_into
 _PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
 
@@ -209,6 +222,29 @@ class CudaBackend(GpuBackend):
             push,
         )
 
+    def _pack_table(
+        self, table: DeviceTable, paged: bool, pad_row: int, rows: DeviceVector, slot_refs: int = 0
+    ) -> None:
+        _PACK_TABLE(
+            self._buffer,
+            _TABLE_OFFSET,
+            table[0],
+            table[1],
+            table[2],
+            table[3],
+            pad_row,
+            rows[0],
+            rows[1],
+            rows[2],
+            0,
+            slot_refs,
+            paged,
+            0,
+        )
+
+    def _no_table(self) -> None:
+        _PACK_TABLE(self._buffer, _TABLE_OFFSET, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
     # ---- operations --------------------------------------------------------------------------------------------
 
     def alloc_pages(self, pages: int, out: int) -> None:
@@ -220,22 +256,29 @@ class CudaBackend(GpuBackend):
 
     def alloc_extend(self, prefix, seq, last, num_tokens: int, out: int) -> None:
         n = seq[3]
-        if n > self.max_batch:
-            self._make_scratch(n)
         self._pack(prefix=prefix, seq=seq, last=last, out=out, num_tokens=num_tokens, n=n)
         self._plan_and_write(n, num_tokens)
 
     def alloc_decode(self, seq, last, out: int) -> None:
         n = seq[3]
-        if n > self.max_batch:
-            self._make_scratch(n)
         self._pack(seq=seq, last=last, out=out, num_tokens=n, n=n)
-        if n <= PLAN_THREADS:
-            self._launch("decode_small", 1, _threads(n))
-        else:
-            self._plan_and_write(n, n)
+        self._plan_and_write(n, n)
+
+    def step(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: int) -> None:
+        n = rows[3]
+        self._pack(prefix=prefix or _NO_VECTOR, seq=seq, out=out, num_tokens=num_tokens, n=n)
+        self._pack_table(table, paged, pad_row, rows)
+        try:
+            self._plan_and_write(n, num_tokens)
+        finally:
+            self._no_table()
 
     def _plan_and_write(self, n: int, num_tokens: int) -> None:
+        if n > self.max_batch:
+            self._make_scratch(n)
+        if n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
+            self._launch("alloc_small", 1, _threads(max(n, num_tokens)))
+            return
         self._launch("plan_requests", 1, _threads(n))
         if num_tokens:
             self._launch("write_slots", -(-num_tokens // TILE), TILE)
@@ -254,6 +297,23 @@ class CudaBackend(GpuBackend):
         n = entries[3]
         self._pack(seq=entries, num_tokens=divisor, n=n, where=where)
         self._launch("free_page_ids", 1, _threads(n))
+
+    def free_rows(self, table, paged: bool, pad_row: int, rows, keep, seq, where: Where) -> None:
+        self._free_rows(table, paged, pad_row, rows, where, prefix=keep or _NO_VECTOR, seq=seq)
+
+    def free_queue(self, table, rows, begins, ends, entries, where: Where, slot_refs: int) -> None:
+        self._free_rows(table, True, -1, rows, where, slot_refs, prefix=begins, last=ends, seq=entries or _NO_VECTOR)
+
+    def _free_rows(self, table, paged, pad_row, rows, where, slot_refs: int = 0, **vectors) -> None:
+        n = rows[3]
+        if n > self.max_batch:
+            self._make_scratch(n)
+        self._pack(n=n, where=where, **vectors)
+        self._pack_table(table, paged, pad_row, rows, slot_refs)
+        try:
+            self._launch("free_rows", 1, PLAN_THREADS)
+        finally:
+            self._no_table()
 
     def retain_pages(self, entries) -> None:
         n = entries[3]

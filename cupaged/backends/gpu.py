@@ -9,7 +9,7 @@ import numpy as np
 
 from cupaged.backends.layout import Kind
 from cupaged.errors import CaptureError
-from cupaged.interop import DeviceVector, device_vector, host_array, is_on_gpu, library_of
+from cupaged.interop import DeviceTable, DeviceVector, device_table, device_vector, host_array, is_on_gpu, library_of
 
 __all__ = ["GpuBackend"]
 
@@ -161,6 +161,15 @@ class GpuBackend:
         if self.capturing:
             raise CaptureError(f"{name} is on the host; a captured op needs arrays on {self.device}")
         return device_vector(self._upload(np.ascontiguousarray(array)), name, self.index)
+
+    def table(self, x: Any, name: str) -> DeviceTable:
+        """The request table as the kernels take it."""
+        return device_table(x, name, self.index)
+
+    @staticmethod
+    def constant(value: int) -> DeviceVector:
+        """A vector of one entry."""
+        return 0, value, 1, 1, None
 
     @staticmethod
     def length(vector: DeviceVector) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.backends.layout import MAIL_WORDS, NUM_WORDS, Kind
-from cupaged.interop import host_vector, library_of
+from cupaged.interop import host_table, host_vector, library_of
 
 __all__ = ["HostBackend"]
 
@@ -66,6 +66,15 @@ class HostBackend:
     def vector(self, x: Any, name: str) -> np.ndarray:
         """The argument as the kernels take it."""
         return host_vector(x, name)
+
+    def table(self, x: Any, name: str) -> np.ndarray:
+        """The request table as the kernels take it."""
+        return host_table(x, name)
+
+    @staticmethod
+    def constant(value: int) -> np.ndarray:
+        """A vector of one entry."""
+        return np.array([value], np.int64)
 
     @staticmethod
     def length(vector: np.ndarray) -> int:

@@ -61,6 +61,13 @@ class Kind(IntEnum):
     BACKUP = 9
     RESTORE = 10
     REFRESH = 11
+    DECODE_STEP = 12
+    EXTEND_STEP = 13
+    TRIM = 14
+    RELEASE = 15
+    FREE_QUEUE = 16
+    KV_ALLOC = 17
+    KV_BATCH = 18
 
     @property
     def method(self) -> str:
@@ -80,6 +87,13 @@ _METHODS = {
     Kind.BACKUP: "backup_state",
     Kind.RESTORE: "restore_state",
     Kind.REFRESH: "refresh",
+    Kind.DECODE_STEP: "decode_step",
+    Kind.EXTEND_STEP: "extend_step",
+    Kind.TRIM: "trim",
+    Kind.RELEASE: "release",
+    Kind.FREE_QUEUE: "free_group_end",
+    Kind.KV_ALLOC: "alloc",
+    Kind.KV_BATCH: "alloc_batch",
 }
 
 
@@ -95,6 +109,8 @@ class Breach(IntEnum):
     FREE_PAGE = 6
     SHARED_PAGE = 7
     DOUBLE_FREE = 8
+    ROW = 9
+    COLUMN = 10
 
 
 class Where(IntEnum):

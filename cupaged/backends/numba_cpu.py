@@ -33,7 +33,8 @@ RANGE, FREE_PAGE, SHARED_PAGE, DOUBLE_FREE = map(
     int, (Breach.RANGE, Breach.FREE_PAGE, Breach.SHARED_PAGE, Breach.DOUBLE_FREE)
 )
 FRONT, BACK, STAGE = map(int, (Where.FRONT, Where.BACK, Where.STAGE))
-DECODE = int(Kind.DECODE)
+ROW, COLUMN = int(Breach.ROW), int(Breach.COLUMN)
+DECODE, DECODE_STEP, TRIM = int(Kind.DECODE), int(Kind.DECODE_STEP), int(Kind.TRIM)
 
 
 def _kernel(function):
@@ -109,7 +110,7 @@ def decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
         words[ALLOCATED] += needed
         words[PEAK] = max(words[PEAK], words[NUM_PAGES] - words[FREE] - words[STAGED])
         words[TOKENS] = tokens
-        words[RET] = needed << 32 | tokens
+        words[RET] = needed << 32 | (tokens & 0xFFFFFFFF)
     else:
         words[REFUSALS] += 1
         if status == STATUS_REFUSED or setup[QUIET] == 0:
@@ -166,6 +167,82 @@ def alloc(pages, words, mailbox, setup, prefixes, seqs, lasts, num_tokens, out):
         seq = seqs[i]
         prefix = seq - 1 if decode else prefixes[i]
         position = write_request(pages, setup, position, prefix, seq, lasts[i], t, out)
+        t += seq - prefix
+    out[t:] = setup[REFUSED_SLOT]
+
+
+@_kernel
+def lengths_hold(prefix, seq):
+    return 0 <= prefix <= seq <= INT32_LARGEST
+
+
+@_kernel
+def load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i):
+    """Return row, prefix, seq and last slot of a request in a table, and whether it only pads."""
+    row, seq, size = rows[i], seqs[i], setup[PAGE_SIZE]
+    prefix = seq
+    if setup[KIND] == DECODE_STEP:
+        if seq <= INT32_LARGEST:
+            seq += 1
+    else:
+        prefix = prefixes[i]
+    if row == pad_row:
+        tokens = seq - prefix if lengths_hold(prefix, seq) else np.int64(setup[KIND] == DECODE_STEP)
+        return row, np.int64(0), tokens, np.int64(-1), True
+    last = np.int64(-1)
+    columns = table.shape[1] * (size if paged else 1)
+    if 0 <= row < table.shape[0] and lengths_hold(prefix, seq) and seq <= columns and 0 < prefix < seq:
+        if paged:
+            page = np.int64(table[row, (prefix - 1) // size])
+            last = page if page < 0 else page * size + (prefix - 1) % size
+        else:
+            last = np.int64(table[row, prefix - 1])
+    return row, prefix, seq, last, False
+
+
+@_kernel
+def step_in_table(pages, words, mailbox, setup, table, paged, pad_row, rows, prefixes, seqs, num_tokens, out):
+    begin_op(words, setup)
+    size = setup[PAGE_SIZE]
+    columns = table.shape[1] * (size if paged else 1)
+    needed, tokens, refused = 0, 0, False
+    for i in range(rows.shape[0]):
+        row, prefix, seq, last, padding = load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i)
+        holds = lengths_hold(prefix, seq)
+        if holds:
+            tokens += seq - prefix
+        if padding:
+            continue
+        breach, carry_on, value = NONE, False, last
+        if row < 0 or row >= table.shape[0]:
+            breach, value = ROW, row
+        elif not holds:
+            breach, value = LENGTH, seq
+        elif seq > columns:
+            breach, value = COLUMN, seq
+        else:
+            breach, carry_on = breach_of(pages, words, setup, prefix, seq, last)
+        if breach != NONE:
+            record(words, setup, breach, i, value)
+            refused = refused or not carry_on
+        if holds:
+            needed += (seq + size - 1) // size - (prefix + size - 1) // size
+    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
+        out[:] = setup[REFUSED_SLOT]
+        return
+    position, t = words[FIRST], 0
+    for i in range(rows.shape[0]):
+        row, prefix, seq, last, padding = load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i)
+        if padding:
+            out[t : t + seq] = 0
+        else:
+            position = write_request(pages, setup, position, prefix, seq, last, t, out)
+            if paged:
+                for token in range((prefix + size - 1) // size * size, seq, size):
+                    table[row, token // size] = out[t + token - prefix] // size
+            else:
+                for token in range(prefix, seq):
+                    table[row, token] = out[t + token - prefix]
         t += seq - prefix
     out[t:] = setup[REFUSED_SLOT]
 
@@ -253,22 +330,25 @@ def free_by_slot(pages, words, mailbox, setup, slots, push, where, index_base):
 
 
 @_kernel
-def free_by_page(pages, words, mailbox, setup, entries, divisor, where):
-    begin_op(words, setup)
-    listed = pages[FREED]
-    order, gone = 0, 0
-    for i in range(entries.shape[0]):
-        page = entries[i] // divisor
-        if page < 1 or page > words[NUM_PAGES]:
-            record(words, setup, RANGE, i, entries[i])
-        elif pages[REFS, page] == 0:
-            record(words, setup, DOUBLE_FREE, i, entries[i])
-        else:
-            if pages[MARKS, page] == 0:
-                pages[MARKS, page] = 1
-                pages[TOUCHED, order] = page
-                order += 1
-            drop_owner(pages, words, page)
+def take_entry(pages, words, setup, index, value, page, order):
+    """Take one owner off a page; return how many pages this op has touched."""
+    if page < 1 or page > words[NUM_PAGES]:
+        record(words, setup, RANGE, index, value)
+    elif pages[REFS, page] == 0:
+        record(words, setup, DOUBLE_FREE, index, value)
+    else:
+        if pages[MARKS, page] == 0:
+            pages[MARKS, page] = 1
+            pages[TOUCHED, order] = page
+            order += 1
+        drop_owner(pages, words, page)
+    return order
+
+
+@_kernel
+def give_touched(pages, words, order, where):
+    """Put those of the touched pages back that have no owner left; return their number."""
+    listed, gone = pages[FREED], 0
     for i in range(order):
         page = pages[TOUCHED, i]
         pages[MARKS, page] = 0
@@ -276,6 +356,70 @@ def free_by_page(pages, words, mailbox, setup, entries, divisor, where):
             listed[gone] = page
             gone += 1
     give(pages, words, listed, gone, where)
+    return gone
+
+
+@_kernel
+def free_by_page(pages, words, mailbox, setup, entries, divisor, where):
+    begin_op(words, setup)
+    order = 0
+    for i in range(entries.shape[0]):
+        order = take_entry(pages, words, setup, i, entries[i], entries[i] // divisor, order)
+    give_touched(pages, words, order, where)
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def free_by_row(pages, words, mailbox, setup, table, paged, pad_row, rows, keeps, seqs, where):
+    begin_op(words, setup)
+    size = setup[PAGE_SIZE]
+    columns = table.shape[1] * (size if paged else 1)
+    trim, refused = setup[KIND] == TRIM, False
+    for i in range(rows.shape[0]):
+        row, seq, keep = rows[i], seqs[i], keeps[i] if trim else 0
+        if row == pad_row:
+            continue
+        breach, value = NONE, row
+        if row < 0 or row >= table.shape[0]:
+            breach = ROW
+        elif not lengths_hold(keep, seq):
+            breach, value = LENGTH, keep if keep < 0 or keep > seq else seq
+        elif seq > columns:
+            breach, value = COLUMN, seq
+        if breach != NONE:
+            record(words, setup, breach, i, value)
+            refused = True
+    if refused:
+        words[REFUSALS] += 1
+        end_op(words, mailbox, STATUS_REFUSED)
+        return
+    order = 0
+    for i in range(rows.shape[0]):
+        if rows[i] == pad_row:
+            continue
+        keep = keeps[i] if trim else 0
+        for nth in range((keep + size - 1) // size, (seqs[i] + size - 1) // size):
+            cell = np.int64(table[rows[i], nth if paged else nth * size])
+            order = take_entry(pages, words, setup, i, cell, cell if paged else cell // size, order)
+    give_touched(pages, words, order, where)
+    end_op(words, mailbox, STATUS_OK)
+
+
+@_kernel
+def free_by_queue(pages, words, mailbox, setup, table, rows, begins, ends, entries, where, slot_refs):
+    begin_op(words, setup)
+    order, size = 0, setup[PAGE_SIZE]
+    for i in range(rows.shape[0]):
+        for nth in range(begins[i], ends[i]):
+            page = entries[nth] if rows[i] < 0 else np.int64(table[rows[i], nth])
+            order = take_entry(pages, words, setup, i, page, page, order)
+    gone = give_touched(pages, words, order, where)
+    if slot_refs.shape[0]:
+        for i in range(gone):
+            first = pages[FREED, i] * size
+            for slot in range(first, first + size):
+                if slot_refs[slot] > 0:
+                    slot_refs[slot] -= 1
     end_op(words, mailbox, STATUS_OK)
 
 
@@ -353,9 +497,13 @@ def tick(words, mailbox, setup):
 
 _I4, _I8 = types.int32[::1], types.int64[::1]
 _STATE = (types.int32[:, ::1], _I8, _I8, _I8)
+_TABLE = types.int32[:, :]
+_NO_REFS = np.zeros(0, np.int32)
 _SIGNATURES: list[tuple[Any, tuple]] = [
     (free_by_slot, (*_STATE, _I8, types.boolean, types.int64, types.int64)),
     (free_by_page, (*_STATE, _I8, types.int64, types.int64)),
+    (free_by_row, (*_STATE, _TABLE, types.boolean, types.int64, _I8, _I8, _I8, types.int64)),
+    (free_by_queue, (*_STATE, _TABLE, _I8, _I8, _I8, _I8, types.int64, _I4)),
     (retain, (*_STATE, _I8)),
     (merge_sorted, (*_STATE[:2], types.int64)),
     (clear_all, (*_STATE, types.int64)),
@@ -385,6 +533,7 @@ class NumbaBackend(HostBackend):
             *_SIGNATURES,
             (alloc, (*_STATE, _I8, _I8, _I8, types.int64, out)),
             (alloc_whole, (*_STATE, types.int64, out)),
+            (step_in_table, (*_STATE, _TABLE, types.boolean, types.int64, _I8, _I8, _I8, types.int64, out)),
         ):
             kernel.compile(signature)
 
@@ -413,6 +562,19 @@ class NumbaBackend(HostBackend):
 
     def free_pages(self, entries, divisor: int, where: Where) -> None:
         free_by_page(*self._state(), entries, divisor, int(where))
+
+    def step(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: np.ndarray) -> None:
+        prefix = seq if prefix is None else prefix
+        step_in_table(*self._state(), table, paged, pad_row, rows, prefix, seq, num_tokens, out)
+
+    def free_rows(self, table, paged: bool, pad_row: int, rows, keep, seq, where: Where) -> None:
+        keep = seq if keep is None else keep
+        free_by_row(*self._state(), table, paged, pad_row, rows, keep, seq, int(where))
+
+    def free_queue(self, table, rows, begins, ends, entries, where: Where, slot_refs) -> None:
+        entries = rows if entries is None else entries
+        slot_refs = _NO_REFS if slot_refs is None else slot_refs
+        free_by_queue(*self._state(), table, rows, begins, ends, entries, int(where), slot_refs)
 
     def retain_pages(self, entries) -> None:
         retain(*self._state(), entries)

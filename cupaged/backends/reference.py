@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from cupaged.backends.host import HostBackend
 from cupaged.backends.layout import INT32_LARGEST, SAVED_WORDS, WHOLE_BATCH, Breach, Status, Where, Word
 
 __all__ = ["ReferenceBackend"]
+
+
+class Request(NamedTuple):
+    """One request of a batch: its lengths before and after, its last slot, its table row."""
+
+    prefix: int
+    seq: int
+    last: int
+    row: int = -1
+    padding: bool = False
 
 
 class ReferenceBackend(HostBackend):
@@ -18,49 +30,86 @@ class ReferenceBackend(HostBackend):
     def alloc_pages(self, pages: int, out: np.ndarray) -> None:
         self._begin()
         self._decide([pages], out.size, out.size, None, False)
-        self._write(out, [(0, out.size, -1)] if out.size else [])
+        self._write(out, [Request(0, out.size, -1)])
 
     def alloc_extend(self, prefix, seq, last, num_tokens: int, out: np.ndarray) -> None:
-        requests = [(int(p), int(s), int(x)) for p, s, x in zip(prefix, seq, last, strict=True)]
+        requests = [Request(int(p), int(s), int(x)) for p, s, x in zip(prefix, seq, last, strict=True)]
         self._allocate(requests, num_tokens, out)
 
     def alloc_decode(self, seq, last, out: np.ndarray) -> None:
-        requests = [(int(s) - 1, int(s), int(x)) for s, x in zip(seq, last, strict=True)]
+        requests = [Request(int(s) - 1, int(s), int(x)) for s, x in zip(seq, last, strict=True)]
         self._allocate(requests, len(requests), out)
 
-    def _allocate(self, requests, num_tokens: int, out: np.ndarray) -> None:
+    def step(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: np.ndarray) -> None:
+        requests = []
+        for i, row in enumerate(map(int, rows)):
+            after = int(seq[i])
+            before = after if prefix is None else int(prefix[i])
+            if prefix is None and after <= INT32_LARGEST:
+                after += 1
+            requests.append(self._in_table(table, paged, pad_row, row, before, after, prefix is None))
+        self._allocate(requests, num_tokens, out, table, paged)
+
+    def _in_table(self, table, paged, pad_row, row, prefix, seq, decode) -> Request:
+        """The request with its last slot as the table tells it."""
+        size = self.page_size
+        if row == pad_row:
+            tokens = seq - prefix if self._lengths_hold(prefix, seq) else int(decode)
+            return Request(0, tokens, -1, row, padding=True)
+        columns = table.shape[1] * (size if paged else 1)
+        last = -1
+        if 0 <= row < table.shape[0] and self._lengths_hold(prefix, seq) and seq <= columns and 0 < prefix < seq:
+            if paged:
+                page = int(table[row, (prefix - 1) // size])
+                last = page if page < 0 else page * size + (prefix - 1) % size
+            else:
+                last = int(table[row, prefix - 1])
+        return Request(prefix, seq, last, row)
+
+    @staticmethod
+    def _lengths_hold(prefix: int, seq: int) -> bool:
+        return 0 <= prefix <= seq <= INT32_LARGEST
+
+    def _allocate(self, requests: list[Request], num_tokens: int, out, table=None, paged: bool = False) -> None:
         self._begin()
         first_error, refused, pages, tokens = None, False, [], 0
-        for i, (prefix, seq, last) in enumerate(requests):
-            breach, carry_on = self._breach(prefix, seq, last)
+        for i, r in enumerate(requests):
+            breach, carry_on = self._breach(r, table, paged)
             if breach:
-                first_error = first_error or (breach, i, seq if breach == Breach.LENGTH else last)
+                value = {Breach.ROW: r.row, Breach.LENGTH: r.seq, Breach.COLUMN: r.seq}.get(breach, r.last)
+                first_error = first_error or (breach, i, value)
                 refused = refused or not carry_on
-            if breach != Breach.LENGTH:
-                pages.append(self._up(seq) - self._up(prefix))
-                tokens += seq - prefix
+            if self._lengths_hold(r.prefix, r.seq):
+                pages.append(0 if r.padding else self._up(r.seq) - self._up(r.prefix))
+                tokens += r.seq - r.prefix
         self._decide(pages, tokens, num_tokens, first_error, refused)
-        self._write(out, requests)
+        self._write(out, requests, table, paged)
 
     def _up(self, n: int) -> int:
         return -(-n // self.page_size)
 
-    def _breach(self, prefix: int, seq: int, last: int) -> tuple[Breach, bool]:
+    def _breach(self, r: Request, table, paged: bool) -> tuple[Breach, bool]:
         """What is wrong with a request, and whether the classic kernels' behaviour would harm nobody."""
-        if prefix < 0 or seq < prefix or seq > INT32_LARGEST:
+        if r.padding:
+            return Breach.NONE, False
+        if table is not None and not 0 <= r.row < table.shape[0]:
+            return Breach.ROW, False
+        if not self._lengths_hold(r.prefix, r.seq):
             return Breach.LENGTH, False
-        tokens = min(seq, self._up(prefix) * self.page_size) - prefix
+        if table is not None and r.seq > table.shape[1] * (self.page_size if paged else 1):
+            return Breach.COLUMN, False
+        tokens = min(r.seq, self._up(r.prefix) * self.page_size) - r.prefix
         if tokens == 0:
             return Breach.NONE, False
-        page = last // self.page_size
+        page = r.last // self.page_size
         if not self._is_page(page):
             return Breach.RANGE, False
         if self.ref_count[page] == 0:
             return Breach.FREE_PAGE, False
         if self.ref_count[page] > 1:
             return Breach.SHARED_PAGE, False
-        offset = last + 1 - page * self.page_size
-        if offset != prefix % self.page_size:
+        offset = r.last + 1 - page * self.page_size
+        if offset != r.prefix % self.page_size:
             return Breach.MISALIGNED, not self.strict and offset + tokens <= self.page_size
         return Breach.NONE, False
 
@@ -86,28 +135,34 @@ class ReferenceBackend(HostBackend):
             owned = w[Word.NUM_PAGES] - w[Word.FREE] - w[Word.STAGED]
             w[Word.PEAK] = max(w[Word.PEAK], owned)
             w[Word.TOKENS] = tokens
-            w[Word.RET] = needed << 32 | tokens
+            w[Word.RET] = needed << 32 | (tokens & 0xFFFFFFFF)
         else:
             w[Word.REFUSALS] += 1
             if status == Status.REFUSED or not self.quiet:
                 w[Word.RET] = 0
         self._end(status)
 
-    def _write(self, out: np.ndarray, requests) -> None:
+    def _write(self, out: np.ndarray, requests: list[Request], table=None, paged: bool = False) -> None:
         out[:] = self.refused_slot
         if not self.words[Word.OK]:
             return
         position, t = int(self.words[Word.FIRST]), 0
-        for prefix, seq, last in requests:
-            slot = last
-            for token in range(prefix, seq):
-                if token % self.page_size == 0:
+        for r in requests:
+            slot = r.last
+            for token in range(r.prefix, r.seq):
+                if r.padding:
+                    slot = 0
+                elif token % self.page_size == 0:
                     page = int(self.free_ring[position])
                     self.ref_count[page] = 1
                     position = (position + 1) % self.capacity
                     slot = page * self.page_size
+                    if paged:
+                        table[r.row, token // self.page_size] = page
                 else:
                     slot += 1
+                if table is not None and not paged and not r.padding:
+                    table[r.row, token] = slot
                 out[t] = slot
                 t += 1
 
@@ -132,18 +187,59 @@ class ReferenceBackend(HostBackend):
 
     def free_pages(self, entries, divisor: int, where: Where) -> None:
         self._begin()
-        entries = [int(e) for e in entries]
-        pages = [e // divisor for e in entries]
+        entries = [(i, int(e), int(e) // divisor) for i, e in enumerate(entries)]
+        self._free_entries(entries, where)
+        self._end(Status.OK)
+
+    def free_rows(self, table, paged: bool, pad_row: int, rows, keep, seq, where: Where) -> None:
+        self._begin()
+        entries, size, error = [], self.page_size, None
+        for i, row in enumerate(map(int, rows)):
+            if row == pad_row:
+                continue
+            kept, length = 0 if keep is None else int(keep[i]), int(seq[i])
+            if not 0 <= row < table.shape[0]:
+                error = error or (Breach.ROW, i, row)
+            elif not self._lengths_hold(kept, length):
+                error = error or (Breach.LENGTH, i, kept if kept < 0 or kept > length else length)
+            elif length > table.shape[1] * (size if paged else 1):
+                error = error or (Breach.COLUMN, i, length)
+            else:
+                for nth in range(self._up(kept), self._up(length)):
+                    cell = int(table[row, nth if paged else nth * size])
+                    entries.append((i, cell, cell if paged else cell // size))
+        if error:
+            self._record(*error)
+            self.words[Word.REFUSALS] += 1
+        else:
+            self._free_entries(entries, where)
+        self._end(Status.REFUSED if error else Status.OK)
+
+    def free_queue(self, table, rows, begins, ends, entries, where: Where, slot_refs) -> None:
+        self._begin()
+        queued = []
+        for i, (row, begin, end) in enumerate(zip(rows, begins, ends, strict=True)):
+            source = entries if row < 0 else table[row]
+            queued += [(i, int(page), int(page)) for page in source[begin:end]]
+        for page in self._free_entries(queued, where):
+            if slot_refs is not None:
+                refs = slot_refs[page * self.page_size : (page + 1) * self.page_size]
+                refs[refs > 0] -= 1
+        self._end(Status.OK)
+
+    def _free_entries(self, entries: list[tuple[int, int, int]], where: Where) -> list[int]:
+        """Take one owner off the page of each (index, value, page); the pages that have none left, as pushed."""
         gone = set()
-        for i, page in enumerate(pages):
+        for i, value, page in entries:
             if not self._is_page(page):
-                self._record(Breach.RANGE, i, entries[i])
+                self._record(Breach.RANGE, i, value)
             elif self.ref_count[page] == 0:
-                self._record(Breach.DOUBLE_FREE, i, entries[i])
+                self._record(Breach.DOUBLE_FREE, i, value)
             elif self._drop_owner(page):
                 gone.add(page)
-        self._give([page for page in dict.fromkeys(pages) if page in gone], where)
-        self._end(Status.OK)
+        pushed = [page for page in dict.fromkeys(page for _, _, page in entries) if page in gone]
+        self._give(pushed, where)
+        return pushed
 
     def _drop_owner(self, page: int) -> bool:
         self.ref_count[page] -= 1

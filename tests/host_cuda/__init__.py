@@ -1,4 +1,18 @@
-"""Runs CUDA C kernels on a machine without a GPU: g++, a header of CUDA's words, fibers as threads."""
+"""Runs CUDA C kernels on a machine without a GPU: g++, a header of CUDA's words, fibers as threads.
+
+What sees which fault:
+
+- every build: divergent or deadlocked barriers and warp collectives, a lane outside its own mask, a false
+  `__builtin_assume`. Use of `__shared__` or of local variables before they are written gives garbage.
+- comparison of results, in the three orders of threads: wrong arithmetic, and most missing barriers.
+- "asan": a byte past a buffer (of `exact_empty`) or a `__shared__` array, shifts, overflow, misaligned vectors.
+- "tsan": races between threads of a block and between blocks. Barriers and `__syncwarp` order memory, fences do
+  with those of other threads; atomics and volatile accesses are no races but order nothing; shuffles and votes
+  order nothing, as CUDA has it.
+
+A sanitized build loads only in a process with `sanitizer_env`: start a child with `run_python`, and look at its
+exit status. Nothing here sees a thread that spins for another one: the launch does not end.
+"""
 
 import ctypes
 import hashlib
@@ -251,7 +265,7 @@ def sanitizer_env(mode: Mode) -> dict[str, str]:
     environment["LD_PRELOAD"] = " ".join(str(Path(file).resolve()) for file in found)
     environment["ASAN_OPTIONS"] = "detect_leaks=0:exitcode=66"
     environment["UBSAN_OPTIONS"] = "print_stacktrace=1"
-    environment["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66:history_size=1:report_thread_leaks=0"
+    environment["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66:history_size=0:report_thread_leaks=0"
     return environment
 
 

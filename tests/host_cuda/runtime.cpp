@@ -27,10 +27,11 @@ constexpr bool DIRECT = true;
 #ifdef CUDA_HOST_TSAN
 #include <sanitizer/tsan_interface.h>
 constexpr bool TSAN = true;
-constexpr unsigned MOST_FIBERS = 4096;  // TSan has room for 8,128, but its work grows with their square
+// TSan has room for 8,128, but each takes 0.8 MB, and the work grows with the square of their number.
+constexpr unsigned MOST_FIBERS = 4096, MOST_IN_A_GRID = 3072;
 #else
 constexpr bool TSAN = false;
-constexpr unsigned MOST_FIBERS = ~0u;
+constexpr unsigned MOST_FIBERS = ~0u, MOST_IN_A_GRID = ~0u;
 static void* __tsan_get_current_fiber() { return nullptr; }
 static void* __tsan_create_fiber(unsigned) { return nullptr; }
 static void __tsan_destroy_fiber(void*) {}
@@ -591,8 +592,13 @@ void Block::fill_shared() {
 }
 #endif
 
-// Not inlined: a fiber may wake in another OS thread than the one it slept in, where `here` has another address.
+// Not inlined, these two: a fiber that runs again may do so in another OS thread, where `here` has another address.
 __attribute__((noinline)) Fiber& self() { return *static_cast<Fiber*>(here); }
+
+__attribute__((noinline)) void end_thread(Fiber& f) {
+    f.block_state->exit_thread(f);
+    f.block_state->leave(f);
+}
 
 void fiber_main() {
     Fiber& f = self();
@@ -604,8 +610,7 @@ void fiber_main() {
         __tsan_acquire(&b.begin_order);
         b.launch->kernel->invoke(b.launch->args);
         __tsan_release(&b.end_order);
-        b.exit_thread(f);
-        b.leave(f);
+        end_thread(f);
     }
 }
 
@@ -665,9 +670,9 @@ std::string launch(const char* name, unsigned grid, unsigned block, const void* 
     if (block > kernel->max_threads)
         return who + "too many threads: " + std::to_string(block) + " a block, bound " +
                std::to_string(kernel->max_threads);
-    if (TSAN && static_cast<uint64_t>(grid) * fibers(block) > MOST_FIBERS)
+    if (TSAN && static_cast<uint64_t>(grid) * fibers(block) > MOST_IN_A_GRID)
         return who + "too many threads for ThreadSanitizer: the whole grid may have " +
-               std::to_string(MOST_FIBERS);
+               std::to_string(MOST_IN_A_GRID);
     Launch l{kernel, args, grid, block, static_cast<Order>(order), seed, {}, {}, {}};
     run_grid(l, concurrent || TSAN);
     return l.error;
