@@ -1,0 +1,21 @@
+"""Child process: random operations on the host-run CUDA kernels, under a sanitizer. Arguments: mode, first seed, plays."""
+
+import sys
+
+import numpy as np
+
+from tests.host_backend import variant
+from tests.test_backends import PAGE_SIZES, play
+
+
+def main(mode: str, first_seed: int, plays: int) -> None:
+    for seed in range(first_seed, first_seed + plays):
+        rng = np.random.default_rng(seed)
+        order = ("ascending", "descending", "random")[seed % 3]
+        # ThreadSanitizer runs blocks side by side, and has room for few threads: small pages, small batches.
+        largest = {"largest_batch": 5} if mode == "tsan" else {}
+        page_size = int(rng.choice([1, 2, 3, 16] if mode == "tsan" else PAGE_SIZES))
+        play(variant(order, mode), seed, page_size, steps=12, **largest)
+
+
+main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
