@@ -30,10 +30,12 @@ if TYPE_CHECKING:
         TokenCountError,
     )
     from cupaged.interop import to_torch
+    from cupaged.kv import KVAllocator
     from cupaged.paged import PagedTokenToKVPoolAllocator
     from cupaged.pool import Stats
 
 _HOME = {
+    "KVAllocator": "cupaged.kv",
     "PagedTokenToKVPoolAllocator": "cupaged.paged",
     "Stats": "cupaged.pool",
     "to_torch": "cupaged.interop",
@@ -69,6 +71,7 @@ __all__ = [
     "DoubleFreeError",
     "FreePageError",
     "IntegrityError",
+    "KVAllocator",
     "LengthError",
     "MisalignedError",
     "OutOfRangeError",

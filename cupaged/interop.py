@@ -1,9 +1,10 @@
 """The one file that knows array libraries: pointers, dtypes, devices, streams, DLPack.
 
-A *table* is a two-dimensional int32 array whose rows are contiguous: an `numpy.ndarray` on the host, on a GPU the tuple
-``(address, elements between rows, rows, columns, owner)``. A *vector* is what a backend reads: on the host a contiguous int64 `numpy.ndarray`, on a GPU the tuple
-``(address, stride in bytes, 1 if int64 else 0, length, owner)``. Libraries are known by name: ``"numpy"``,
-``"torch"``, ``"cupy"``, ``"numba"``. None of them but NumPy is imported before one of its arrays turns up.
+A *vector* is what a backend reads: on the host a contiguous int64 `numpy.ndarray`, on a GPU the tuple
+``(address, stride in bytes, 1 if int64 else 0, length, owner)``. A *table* is a two-dimensional int32 array whose
+rows are contiguous: a `numpy.ndarray`, or ``(address, elements between rows, rows, columns, owner)``. Libraries are
+known by name: ``"numpy"``, ``"torch"``, ``"cupy"``, ``"numba"``. None of them but NumPy is imported before one of its
+arrays turns up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 __all__ = [
     "device_table",
     "device_vector",
+    "differing",
     "host_array",
     "host_table",
     "host_vector",
@@ -305,7 +307,8 @@ def _describe(x: Any) -> tuple[int, tuple, tuple, bool, Any, int | None]:
         return x.data_ptr(), tuple(x.shape), strides, x.dtype is torch.int32, x.dtype, x.get_device()
     interface = x.__cuda_array_interface__
     dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
-    strides = interface.get("strides") or tuple(dtype.itemsize * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+    contiguous = tuple(dtype.itemsize * int(np.prod(shape[i + 1 :])) for i in range(len(shape)))
+    strides = interface.get("strides") or contiguous
     found = x.data.device_id if library == "cupy" else _device_of(x)
     return interface["data"][0], shape, tuple(strides), dtype == np.int32, dtype, found
 
@@ -346,6 +349,25 @@ def to_host(x: Any) -> np.ndarray:
     if library == "numba":
         return x.copy_to_host()
     return np.asarray(x)
+
+
+def differing(new: Any, old: Any, skip: int) -> tuple[Any, Any]:
+    """Where two integer arrays of one library differ, and `old` with `skip` where they do not.
+
+    Returns
+    -------
+    mask : array of bool
+        ``new != old``, in their library, on their device.
+    entries : array of int64
+        Of the same library.
+    """
+    if library_of(old) == "torch":
+        torch = sys.modules["torch"]
+        mask = new != old
+        return mask, torch.where(mask, old.long(), skip)
+    library = sys.modules["cupy"] if library_of(old) == "cupy" else np
+    mask = new != old
+    return mask, library.where(mask, old.astype(np.int64), skip)
 
 
 def to_torch(x: Any) -> Any:

@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from cupaged import backends
-from cupaged.backends.layout import INT32_LARGEST, Kind, Where, Word
-from cupaged.errors import CaptureError, IntegrityError
+from cupaged.backends.layout import INT32_LARGEST, Kind
+from cupaged.base import PoolAllocator, whole
 from cupaged.geometry import check_lengths, extend_bounds, pages_taken
-from cupaged.interop import host_array, is_on_gpu, library_of, parse_device, to_host
-from cupaged.pool import PagePool, PoolState, Stats
+from cupaged.interop import host_array, is_on_gpu
+from cupaged.pool import PoolState
 
 __all__ = ["PagedTokenToKVPoolAllocator"]
 
 
-class PagedTokenToKVPoolAllocator:
+class PagedTokenToKVPoolAllocator(PoolAllocator):
     """Decide, for every new token of a batch, which slot of a paged KV cache it goes to.
 
     Method names, argument names and their order are the classic ones of SGLang's allocator of the same name;
@@ -46,6 +45,8 @@ class PagedTokenToKVPoolAllocator:
         False: breaches that harm neither memory nor another request's pages are recorded, but carried out.
     max_batch : int
         Requests in a batch that scratch is made for. It grows until something was captured in a graph.
+    pad_row : int
+        Table row of the padding in a batch, for the steps over request tables.
     debug : bool
         Every call checks the pool, and what it handed out, before it returns; slow.
 
@@ -80,40 +81,28 @@ class PagedTokenToKVPoolAllocator:
         errors: str = "raise",
         strict: bool = True,
         max_batch: int = 8192,
+        pad_row: int = -1,
         debug: bool = False,
     ) -> None:
-        self.page_size = _whole("page_size", page_size, 1)
-        self.size = _whole("size", size, 0)
-        self.num_pages = self.size // self.page_size
-        self._dtype = _index_dtype(index_dtype)
+        page_size, self.size = whole("page_size", page_size, 1), whole("size", size, 0)
+        self.num_pages = self.size // page_size
         if self.num_pages < 1:
             raise ValueError(f"size must hold at least one page of {page_size} slots, not {size}")
-        if self.num_pages >= INT32_LARGEST:
-            raise ValueError(f"size makes {self.num_pages} pages, but page ids are int32; use a larger page_size")
-        if self.page_size > INT32_LARGEST:
-            raise ValueError(f"page_size must be at most 2**31 - 1, not {page_size}")
-        if (self.num_pages + 1) * self.page_size - 1 > np.iinfo(self._dtype).max:
-            raise ValueError(f"slots of a pool of size {size} do not fit {self._dtype}; use index_dtype='int64'")
-        if refused_slot not in (0, -1):
-            raise ValueError(f"refused_slot must be 0 or -1, not {refused_slot!r}")
-        kind, index = parse_device(device)
-        self.backend = backends.pick(backend, kind)(
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            index_dtype=self._dtype,
-            max_batch=_whole("max_batch", max_batch, 1),
-            need_sort=bool(need_sort),
-            strict=bool(strict),
+        self._make(
+            self.num_pages,
+            page_size,
+            index_dtype=_index_dtype(index_dtype),
+            device=device,
+            backend=backend,
+            need_sort=need_sort,
             refused_slot=refused_slot,
-            device_index=index,
-            library="torch" if library_of(device) == "torch" else "",
+            errors=errors,
+            strict=strict,
+            max_batch=max_batch,
+            debug=debug,
+            pad_row=pad_row,
         )
-        self.device = self.backend.device
-        self.need_sort = bool(need_sort)
-        self.debug_mode = bool(debug)
-        self.pool = PagePool(self.backend, errors)
         self._group: _Group | None = None
-        self._on_gpu = self.device != "cpu"
 
     def __repr__(self) -> str:
         return (
@@ -130,10 +119,6 @@ class PagedTokenToKVPoolAllocator:
         last known figure, without a wait.
         """
         return self.pool.free_pages_count() * self.page_size
-
-    def available_at_least(self) -> int:
-        """Lower bound of the free slots. Never waits; depends on timing, so ranks must not decide by it."""
-        return self.pool.free_at_least() * self.page_size
 
     # ---- allocation --------------------------------------------------------------------------------------------
 
@@ -155,7 +140,7 @@ class PagedTokenToKVPoolAllocator:
         ValueError
             If `need_size` is negative or not a multiple of `page_size`.
         """
-        need_size = _whole("need_size", need_size, 0)
+        need_size = whole("need_size", need_size, 0)
         pages, rest = divmod(need_size, self.page_size)
         if rest:
             raise ValueError(f"need_size must be a multiple of page_size, {self.page_size}, not {need_size}")
@@ -217,7 +202,7 @@ class PagedTokenToKVPoolAllocator:
         DeviceError
             For what an earlier op recorded on the device (``errors="raise"``).
         """
-        num_tokens = _whole("extend_num_tokens", extend_num_tokens, 0)
+        num_tokens = whole("extend_num_tokens", extend_num_tokens, 0)
         if num_tokens > INT32_LARGEST:
             raise ValueError(f"extend_num_tokens must be at most 2**31 - 1, not {num_tokens}")
         backend = self.backend
@@ -308,16 +293,6 @@ class PagedTokenToKVPoolAllocator:
             raise ValueError(f"{name} must have one entry a request, {batch}, not {array.shape[0]}")
         return array
 
-    def _output(self, library: str, n: int, out: Any) -> tuple[Any, Any]:
-        self._check_capture(out)
-        if out is None:
-            return self.backend.output(library, n)
-        return out, self.backend.given_output(out, n)
-
-    def _check_capture(self, out: Any) -> None:
-        if out is None and self.pool.capturing:
-            raise CaptureError("while a graph is captured, the call needs out=: a capture must not allocate")
-
     # ---- free --------------------------------------------------------------------------------------------------
 
     def free(self, free_index: Any, *, num_pages: int | None = None) -> None:
@@ -336,7 +311,7 @@ class PagedTokenToKVPoolAllocator:
         nothing from a plain `free` until the device has reported.
         """
         if num_pages is not None:
-            num_pages = _whole("num_pages", num_pages, 0)
+            num_pages = whole("num_pages", num_pages, 0)
         vector = self._enter_free(free_index, "free_index")
         try:
             if self.backend.length(vector) == 0:
@@ -364,7 +339,7 @@ class PagedTokenToKVPoolAllocator:
         ValueError
             If `start_pos` is not a multiple of `page_size`.
         """
-        if _whole("start_pos", start_pos, 0) % self.page_size:
+        if whole("start_pos", start_pos, 0) % self.page_size:
             raise ValueError(f"start_pos must be a multiple of page_size, {self.page_size}, not {start_pos}")
         vector = self._enter_free(free_index, "free_index")
         try:
@@ -421,9 +396,8 @@ class PagedTokenToKVPoolAllocator:
         self._finish(None)
 
     def _push_entries(self, vector: Any, divisor: int, kind: Kind, n: int) -> None:
-        where = Where.STAGE if self.need_sort else Where.FRONT
         certain = 0 if self.pool.may_share() else n
-        self.pool.run(kind, certain, n, self.backend.free_pages, vector, divisor, where)
+        self.pool.run(kind, certain, n, self.backend.free_pages, vector, divisor, self._where)
 
     def _free_slots(self, vectors: list[Any], counts: list[int | None]) -> None:
         """End calls of `free`: one launch while no page has two owners, else each call for itself."""
@@ -528,7 +502,7 @@ class PagedTokenToKVPoolAllocator:
         ValueError
             If it is larger than that, or holds no page.
         """
-        size = _whole("size", size, 0)
+        size = whole("size", size, 0)
         num_pages = size // self.page_size
         if not 1 <= num_pages <= self.pool.capacity:
             most = self.pool.capacity * self.page_size
@@ -537,14 +511,6 @@ class PagedTokenToKVPoolAllocator:
         try:
             self.pool.clear(num_pages)
             self.size, self.num_pages, self._group = size, num_pages, None
-        finally:
-            self.pool.leave()
-
-    def merge_and_sort_free(self) -> None:
-        """Merge the pages that wait aside (`need_sort`) with the front, ascending."""
-        self.pool.enter("")
-        try:
-            self.pool.sort()
         finally:
             self.pool.leave()
 
@@ -560,73 +526,6 @@ class PagedTokenToKVPoolAllocator:
 
     def _page_ids(self, which: int) -> Any:
         return self.backend.from_host(self.backend.library, self.pool.free_order()[which].astype(np.int64))
-
-    @property
-    def ret_values(self) -> Any:
-        """``new_pages << 32 | tokens`` of the last allocation: int64, shape (), on the device; a view."""
-        return self.backend.words_array(self.backend.library, Word.RET)
-
-    @property
-    def ok(self) -> Any:
-        """1 if the last op was carried out, else 0: int64, shape (), on the device; later kernels may read it."""
-        return self.backend.words_array(self.backend.library, Word.OK)
-
-    # ---- upkeep ------------------------------------------------------------------------------------------------
-
-    def note_replay(self, pages_at_most: int) -> None:
-        """Tell of the replay of a captured graph, so that the host's bounds stay true without a wait.
-
-        Parameters
-        ----------
-        pages_at_most : int
-            Most pages that the replay can have taken. Once called, it is relied on for every later replay too.
-        """
-        self.pool.note_replay(_whole("pages_at_most", pages_at_most, 0))
-
-    def refresh(self) -> None:
-        """Wait for all queued ops and replays, and make the host's figures exact."""
-        self.pool.enter("")
-        try:
-            self.pool.refresh()
-        finally:
-            self.pool.leave()
-
-    def check(self) -> None:
-        """Wait for all queued ops and raise the recorded error, if there is one.
-
-        Raises
-        ------
-        DeviceError
-            The error with the lowest op and index since the last one that was raised.
-        """
-        self.pool.check()
-
-    def check_integrity(self) -> None:
-        """Prove that no page is lost, in the free list twice, or both free and owned; waits.
-
-        Raises
-        ------
-        IntegrityError
-            Naming the first page that is wrong.
-        """
-        self.pool.check_integrity()
-
-    def stats(self) -> Stats:
-        """Counters of ops, pages, the peak and refusals, after all queued ops."""
-        return self.pool.stats()
-
-    def warmup(self) -> None:
-        """Compile and load every kernel, so that no later call does."""
-        self.backend.warmup()
-
-    def _finish(self, result: Any) -> Any:
-        """What a mutating call returns; in debug mode, after everything was checked."""
-        if self.debug_mode and not self.pool.capturing:
-            self.pool.check()
-            self.pool.check_integrity()
-            if result is not None:
-                _check_unique(to_host(result))
-        return result
 
 
 class _Group:
@@ -651,22 +550,6 @@ def _runs(pages: list[tuple[Any, int]]) -> list[tuple[int, list[Any]]]:
         else:
             runs.append((divisor, [vector]))
     return runs[::-1]
-
-
-def _check_unique(slots: np.ndarray) -> None:
-    ordered = np.sort(slots)
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if twice.size:
-        raise IntegrityError(f"slot {ordered[twice[0]]} was handed out twice in one call")
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    number = value.__index__()
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {number}")
-    return number
 
 
 def _index_dtype(dtype: Any) -> np.dtype:

@@ -9,6 +9,7 @@ constexpr int INT32_LARGEST = 2147483647;
 constexpr i64 NO_BREACH = 9223372036854775807LL;
 constexpr u32 FULL_WARP = 0xffffffffu;
 constexpr i64 WHOLE_BATCH = -1;  // index of an error that no single entry made
+constexpr i64 SKIPPED_PAGE = -(1LL << 62);  // a queue's entry that stands for nothing
 constexpr int PLAN_THREADS = 1024;
 
 // The pool's words, on the device and, copied by every op, in the mailbox. cupaged/backends/layout.py has the same list.

@@ -222,7 +222,9 @@ __device__ __forceinline__ void free_entries(const Args& a, const Entries& entri
     __syncthreads();
     for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
         const i64 page = entries.page(e);
-        if (!is_page(a, page))
+        if (a.kind == KIND_FREE_QUEUE && page == SKIPPED_PAGE)
+            continue;
+        else if (!is_page(a, page))
             breach_at(&breach, e, BREACH_RANGE);
         else if (a.ref_count[page] == 0)
             breach_at(&breach, e, BREACH_DOUBLE_FREE);

@@ -91,6 +91,17 @@ class HostCudaBackend(CudaBackend):
     def table(self, x, name):
         return super().table(DeviceArray(x) if isinstance(x, np.ndarray) else x, name)
 
+    def _native_zeros(self, shape):
+        array = exact_empty(shape, np.int32)
+        array[:] = 0
+        return array
+
+    def _pinned_array(self, shape):
+        return self._native_zeros(shape)
+
+    def slot_refs(self, x):
+        return x.ctypes.data
+
     def _mapped(self, n):
         self.mailbox, address = self._zeros(n, np.int64)
         return self.mailbox.data, address
@@ -99,6 +110,9 @@ class HostCudaBackend(CudaBackend):
         if not is_on_gpu(x) and not self.capturing:
             return device_vector(self._upload(host_array(x, name)), name, 0)
         return super().vector(x, name)
+
+    def backup(self):
+        return DeviceArray(super().backup())  # an array of the device's: a restore reads it when its turn comes
 
     def _launch(self, kernel: str, blocks: int, threads: int) -> None:
         self.launches.append(kernel)

@@ -72,9 +72,7 @@ def test_compiled_host_kernels_stay_in_range_as_plain_python():
     """Compiled code does not check its indices; the same code, not compiled, does."""
     code = "from cupaged.selfcheck import check; print(check(['numba'], cases=60, seconds=60, seed=5).difference)"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
     assert done.stdout == "None\n", done.stdout + done.stderr
 
 
@@ -92,7 +90,8 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path):
         "import cupaged; pool = cupaged.PagedTokenToKVPoolAllocator(8, 4, backend='numba', device='cpu'); "
         "print(cupaged.__file__, pool.alloc_decode([1], [-1]))"
     )
-    environment = {**QUIET, "PYTHONPATH": str(package), "HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": "1"}
+    home = str(tmp_path / "home")
+    environment = {**QUIET, "PYTHONPATH": str(package), "HOME": home, "PYTHONDONTWRITEBYTECODE": "1"}
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
         environment.pop(name, None)
     done = subprocess.run(

@@ -45,6 +45,11 @@ class HostCuda(HostCudaBackend):
 class DelayedHostCuda(HostCuda):
     delayed = True
 
+    def _zeros(self, n, dtype):
+        array, address = super()._zeros(n, dtype)
+        self.keep_alive = (*getattr(self, "keep_alive", ()), array)  # scratch that has grown since may be in use
+        return array, address
+
 
 def check_cuda(kind: type[HostCuda], **settings) -> selfcheck.Report:
     """Check the CUDA C, run by the host, in the place of the numba backend."""
@@ -52,7 +57,7 @@ def check_cuda(kind: type[HostCuda], **settings) -> selfcheck.Report:
     def make(name: str, options: dict) -> PagedTokenToKVPoolAllocator:
         if name == "reference":
             return PagedTokenToKVPoolAllocator(backend=name, **options)
-        with mock.patch.object(backends, "pick", lambda name, device: kind):
+        with mock.patch.object(backends, "pick", return_value=kind):
             return PagedTokenToKVPoolAllocator(**options)
 
     with mock.patch.object(selfcheck, "make_allocator", make):
@@ -86,8 +91,8 @@ def test_progress_is_told():
 
 def test_a_backend_that_does_not_run_is_named():
     with (
-        mock.patch.object(backends, "probe", lambda name: backends.Probe(False, "no GPU", "buy one")),
-        pytest.raises(BackendError, match="cupy.*no GPU; buy one"),
+        mock.patch.object(backends, "probe", return_value=backends.Probe(False, "no GPU", "buy one")),
+        pytest.raises(BackendError, match=r"cupy.*no GPU; buy one"),
     ):
         check(["cupy"])
 

@@ -450,6 +450,14 @@ class CupyBackend(CudaBackend):
         ctypes.memset(self._pinned.ptr, 0, 8 * n)
         return memoryview(words).cast("B").cast("q"), self._pinned.ptr
 
+    def _native_zeros(self, shape: tuple[int, ...]) -> Any:
+        return self._cupy.zeros(shape, np.int32)
+
+    def _pinned_array(self, shape: tuple[int, ...]) -> np.ndarray:
+        import cupyx
+
+        return cupyx.zeros_pinned(shape, np.int32)
+
     def from_host(self, library: str, array: np.ndarray) -> Any:
         """A new array of that library with these elements."""
         copy = self._upload(array)

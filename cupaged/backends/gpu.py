@@ -9,7 +9,16 @@ import numpy as np
 
 from cupaged.backends.layout import Kind
 from cupaged.errors import CaptureError
-from cupaged.interop import DeviceTable, DeviceVector, device_table, device_vector, host_array, is_on_gpu, library_of
+from cupaged.interop import (
+    DeviceTable,
+    DeviceVector,
+    device_table,
+    device_vector,
+    host_array,
+    is_on_gpu,
+    library_of,
+    to_host,
+)
 
 __all__ = ["GpuBackend"]
 
@@ -93,6 +102,14 @@ class GpuBackend:
 
     def _order(self, before: int, after: int) -> None:
         """Make one stream wait for what is queued on another."""
+        raise NotImplementedError
+
+    def _native_zeros(self, shape: tuple[int, ...]) -> Any:
+        """New int32 array of the backend's own library."""
+        raise NotImplementedError
+
+    def _pinned_array(self, shape: tuple[int, ...]) -> np.ndarray:
+        """New int32 array of zeros in pinned memory."""
         raise NotImplementedError
 
     def _copy_entries(self, vector: Any, address: int) -> None:
@@ -201,6 +218,40 @@ class GpuBackend:
         """Every page_size-th entry."""
         address, stride, wide, n, owner = vector
         return address, stride * self.page_size, wide, -(-n // self.page_size), owner
+
+    def vectors(self, columns: np.ndarray) -> tuple[DeviceVector, ...]:
+        """Rows of an int64 array on the host, each as a vector: one copy to the device for all."""
+        if self.capturing:
+            raise CaptureError(f"lengths on the host cannot be captured; a captured op needs arrays on {self.device}")
+        address, _, _, _, owner = device_vector(self._upload(columns.reshape(-1)), "columns", self.index)
+        n = columns.shape[1]
+        return tuple((address + 8 * n * i, 8, 1, n, owner) for i in range(columns.shape[0]))
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        """New int32 array in the library of results."""
+        if self.library == "torch":
+            torch = sys.modules["torch"]
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return self._native_zeros(shape)
+
+    def pinned(self, shape: tuple[int, ...]) -> Any:
+        """New int32 array of zeros on the host, pinned: torch's, or NumPy's."""
+        if self.library == "torch":
+            torch = sys.modules["torch"]
+            return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+        return self._pinned_array(shape)
+
+    def fill_zero(self, array: Any) -> None:
+        """Set every element to 0, in stream order."""
+        array[:] = 0
+
+    def rows_to_host(self, table: Any, rows: Any) -> np.ndarray:
+        """Copy of some rows of a table on the host; waits."""
+        return to_host(table[rows])
+
+    def slot_refs(self, x: Any) -> Any:
+        """Counts a slot, as the kernels take them."""
+        return device_vector(x, "token_slot_refs", self.index)[0]
 
     # ---- the queue of a free group -----------------------------------------------------------------------------
 

@@ -126,6 +126,32 @@ class HostBackend:
         """Every page_size-th entry."""
         return np.ascontiguousarray(vector[:: self.page_size])
 
+    def vectors(self, columns: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Rows of an int64 array, each as a vector."""
+        return tuple(columns)
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        """New int32 array in the library of results."""
+        return self.from_host(self.library, np.zeros(shape, np.int32))
+
+    def pinned(self, shape: tuple[int, ...]) -> Any:
+        """New int32 array on the host that a device copies to."""
+        return self.zeros(shape)
+
+    @staticmethod
+    def fill_zero(array: Any) -> None:
+        """Set every element to 0."""
+        array[:] = 0
+
+    @staticmethod
+    def rows_to_host(table: Any, rows: Any) -> np.ndarray:
+        """Copy of some rows of a table."""
+        return (table if isinstance(table, np.ndarray) else table.numpy())[rows]
+
+    def slot_refs(self, x: Any) -> np.ndarray:
+        """Counts a slot, as the kernels take them."""
+        return x if isinstance(x, np.ndarray) else x.numpy()
+
     def words_array(self, library: str, word: int) -> Any:
         """View, of shape (), of one word of the pool."""
         view = self.words[word : word + 1].reshape(())

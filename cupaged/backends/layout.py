@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 INT32_LARGEST = 2**31 - 1
-WHOLE_BATCH = -1
+WHOLE_BATCH = -1  # index of an error that no single entry made
+SKIPPED_PAGE = -(1 << 62)  # a queue's entry that stands for nothing
 
 
 class Word(IntEnum):

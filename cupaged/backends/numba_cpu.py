@@ -12,7 +12,17 @@ import numpy as np
 from numba import njit, types
 
 from cupaged.backends.host import HostBackend
-from cupaged.backends.layout import INT32_LARGEST, NUM_WORDS, WHOLE_BATCH, Breach, Kind, Status, Where, Word
+from cupaged.backends.layout import (
+    INT32_LARGEST,
+    NUM_WORDS,
+    SKIPPED_PAGE,
+    WHOLE_BATCH,
+    Breach,
+    Kind,
+    Status,
+    Where,
+    Word,
+)
 
 __all__ = ["NumbaBackend"]
 
@@ -412,6 +422,8 @@ def free_by_queue(pages, words, mailbox, setup, table, rows, begins, ends, entri
     for i in range(rows.shape[0]):
         for nth in range(begins[i], ends[i]):
             page = entries[nth] if rows[i] < 0 else np.int64(table[rows[i], nth])
+            if page == SKIPPED_PAGE:
+                continue
             order = take_entry(pages, words, setup, i, page, page, order)
     gone = give_touched(pages, words, order, where)
     if slot_refs.shape[0]:

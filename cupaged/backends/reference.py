@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupaged.backends.host import HostBackend
-from cupaged.backends.layout import INT32_LARGEST, SAVED_WORDS, WHOLE_BATCH, Breach, Status, Where, Word
+from cupaged.backends.layout import INT32_LARGEST, SAVED_WORDS, SKIPPED_PAGE, WHOLE_BATCH, Breach, Status, Where, Word
 
 __all__ = ["ReferenceBackend"]
 
@@ -220,7 +220,7 @@ class ReferenceBackend(HostBackend):
         queued = []
         for i, (row, begin, end) in enumerate(zip(rows, begins, ends, strict=True)):
             source = entries if row < 0 else table[row]
-            queued += [(i, int(page), int(page)) for page in source[begin:end]]
+            queued += [(i, int(page), int(page)) for page in source[begin:end] if page != SKIPPED_PAGE]
         for page in self._free_entries(queued, where):
             if slot_refs is not None:
                 refs = slot_refs[page * self.page_size : (page + 1) * self.page_size]
