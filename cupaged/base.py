@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupaged import backends
-from cupaged.backends.layout import INT32_LARGEST, Kind, Where, Word
+from cupaged.layout import INT32_LARGEST, Kind, Where, Word
 from cupaged.errors import CaptureError, IntegrityError
 from cupaged.geometry import check_lengths, extend_bounds, pages_taken
 from cupaged.interop import host_array, is_on_gpu, library_of, parse_device, to_host

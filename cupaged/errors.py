@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupaged.backends.layout import Breach, Kind
+from cupaged.layout import Breach, Kind
 
 __all__ = [
     "BackendError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupaged.backends.layout import INT32_LARGEST
+from cupaged.layout import INT32_LARGEST
 
 __all__ = ["check_lengths", "extend_bounds", "pages_for", "pages_taken"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.backends.layout import INT32_LARGEST, Kind
+from cupaged.layout import INT32_LARGEST, Kind
 from cupaged.base import PoolAllocator, whole
 from cupaged.geometry import check_lengths, extend_bounds, pages_taken
 from cupaged.interop import host_array, is_on_gpu

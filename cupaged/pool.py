@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.backends.layout import MAIL_WORDS, Kind, Status, Word
+from cupaged.layout import MAIL_WORDS, Kind, Status, Word
 from cupaged.errors import (
     CaptureError,
     ConcurrentCallError,

@@ -88,7 +88,9 @@ __device__ __forceinline__ bool decide(const Args& a, i64 pages, i64 tokens, i64
     i64* w = a.words;
     begin_op(a);
     int status = STATUS_OK;
-    if (first_breach != NO_BREACH) {
+    if (a.quiet && pages > w[FREE]) {
+        status = STATUS_SHORT;  // told as None, whatever else is wrong
+    } else if (first_breach != NO_BREACH) {
         const i64 index = first_breach >> 8;
         const int breach = static_cast<int>(first_breach & 255);
         record(a, breach, index, breach_value(load_request(a, index), breach));
@@ -99,7 +101,7 @@ __device__ __forceinline__ bool decide(const Args& a, i64 pages, i64 tokens, i64
         if (a.strict || tokens > a.num_tokens) status = STATUS_REFUSED;
     }
     if (status == STATUS_OK && pages > w[FREE]) {
-        if (!a.quiet) record(a, BREACH_SHORT, WHOLE_BATCH, pages);
+        record(a, BREACH_SHORT, WHOLE_BATCH, pages);
         status = STATUS_SHORT;
     }
     if (status == STATUS_OK) {

@@ -12,7 +12,7 @@ constexpr i64 WHOLE_BATCH = -1;  // index of an error that no single entry made
 constexpr i64 SKIPPED_PAGE = -(1LL << 62);  // a queue's entry that stands for nothing
 constexpr int PLAN_THREADS = 1024;
 
-// The pool's words, on the device and, copied by every op, in the mailbox. cupaged/backends/layout.py has the same list.
+// The pool's words, on the device and, copied by every op, in the mailbox. cupaged/layout.py has the same list.
 enum Word {
     HEAD,         // position of the first free page in the ring, in [0, capacity)
     FREE,         // pages that an allocation may take

@@ -19,6 +19,6 @@ HOSTED = ("reference", "numba", "cuda-ascending", "cuda-random")
 def make(backend: str, size: int, page_size: int, **options) -> PagedTokenToKVPoolAllocator:
     """A slot allocator on a backend of the product, or on the CUDA C run by the host."""
     if backend in _CUDA:
-        with mock.patch.object(backends, "pick", lambda name, device: _CUDA[backend]):
+        with mock.patch.object(backends, "pick", return_value=_CUDA[backend]):
             return PagedTokenToKVPoolAllocator(size, page_size, **options)
     return PagedTokenToKVPoolAllocator(size, page_size, backend=backend, **options)

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 
 from cupaged.backends.cupy_raw import CudaBackend
-from cupaged.backends.layout import NUM_WORDS
+from cupaged.layout import NUM_WORDS
 from cupaged.interop import device_vector, host_array, is_on_gpu
 from tests.host_cuda import HostModule, exact_copy, exact_empty
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupaged.backends.layout import SAVED_WORDS, Kind, Where, Word
+from cupaged.layout import SAVED_WORDS, Kind, Where, Word
 from cupaged.backends.reference import ReferenceBackend
 
 ERROR_WORDS = (Word.ERROR_CODE, Word.ERROR_OP, Word.ERROR_INDEX, Word.ERROR_VALUE)
@@ -146,7 +146,7 @@ class Script:
 
     def _step(self):
         which = int(self.rng.integers(2))
-        cells, lengths = self.tables[which]
+        _, lengths = self.tables[which]
         rows = self._rows(lengths)
         known = np.where((rows >= 0) & (rows < lengths.size), lengths[rows % lengths.size], 0)
         given = {"which": which, "rows": rows}

@@ -1,4 +1,4 @@
-"""Child process: random operations on the host-run CUDA kernels, under a sanitizer. Arguments: mode, first seed, plays."""
+"""Child process: random operations on the host-run CUDA kernels, under a sanitizer: MODE FIRST_SEED PLAYS."""
 
 import sys
 

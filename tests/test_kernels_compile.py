@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupaged.backends import layout
+from cupaged import layout
 from cupaged.backends.cupy_raw import ARGS, KERNELS, source
 from tests.host_cuda import build
 

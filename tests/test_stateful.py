@@ -93,6 +93,9 @@ class Model:
     def extend(self, batch: list[tuple[int, int, int]], bound: int, refused_slot: int) -> list[int] | None:
         self.merge(bound)
         tokens = sum(seq - prefix for prefix, seq, _ in batch)
+        needed = sum(self.up(seq) - self.up(prefix) for prefix, seq, _ in batch)
+        if needed > len(self.front):
+            return None  # whatever else is wrong with the batch: nothing is written
         carried_out = True
         for i, (prefix, seq, last) in enumerate(batch):
             found = self.breach(prefix, seq, last)
@@ -101,9 +104,8 @@ class Model:
                 carried_out = carried_out and found[1]
         if not carried_out:
             return [refused_slot] * tokens
-        new = self.take(sum(self.up(seq) - self.up(prefix) for prefix, seq, _ in batch))
-        if new is None:
-            return None
+        new = self.take(needed)
+        assert new is not None
         slots: list[int] = []
         for prefix, seq, last in batch:
             room = min(seq, self.up(prefix) * self.size) - prefix
@@ -523,7 +525,7 @@ SETTINGS = settings(
 
 @pytest.mark.parametrize(
     ("backends", "examples"),
-    [(("reference", "numba", "cuda-random"), 150), (("numba", "cuda-delayed"), 1500)],
+    [(("reference", "numba", "cuda-random"), 50), (("numba", "cuda-delayed"), 150)],
     ids=["in-step", "lagging"],
 )
 def test_random_calls(backends, examples, caplog):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.backends.gpu import GpuBackend
-from cupaged.backends.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
+from cupaged.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
 from cupaged.errors import CaptureError
 from cupaged.interop import DeviceTable, DeviceVector
 
@@ -143,6 +143,7 @@ class CudaBackend(GpuBackend):
         self._own("freed_groups", groups, np.uint32)
         self.words = self._own("words", STATE_WORDS, np.int64)
         self.mail, self._args["mailbox"] = self._mapped(MAIL_WORDS)
+        self._scratch: list[tuple[Any, int]] = []
         self._make_scratch(self.max_batch)
         for field, value in (
             ("refused_slot", self.refused_slot),
@@ -180,9 +181,10 @@ class CudaBackend(GpuBackend):
                 f"a batch of {batch} is larger than max_batch, {self.max_batch}, and scratch cannot grow after a "
                 "capture; make the allocator with a larger max_batch"
             )
-        self.max_batch = batch
-        self._scratch = (self._zeros(batch, np.int32), self._zeros(batch, np.int32))
-        self._args["plan_tokens"], self._args["plan_pages"] = (address for _, address in self._scratch)
+        self.max_batch = max(batch, 2 * self.max_batch if self._scratch else 0)
+        # What is replaced stays: a launch on another stream may still read it.
+        self._scratch += [self._empty(self.max_batch, np.int32) for _ in range(2)]
+        self._args["plan_tokens"], self._args["plan_pages"] = (address for _, address in self._scratch[-2:])
 
     def _pack(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.backends.layout import Kind
+from cupaged.layout import Kind
 from cupaged.errors import CaptureError
 from cupaged.interop import (
     DeviceTable,

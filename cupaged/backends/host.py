@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.backends.layout import MAIL_WORDS, NUM_WORDS, Kind
+from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind
 from cupaged.interop import host_table, host_vector, library_of
 
 __all__ = ["HostBackend"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
 
 from cupaged.backends.host import HostBackend
-from cupaged.backends.layout import (
+from cupaged.layout import (
     INT32_LARGEST,
     NUM_WORDS,
     SKIPPED_PAGE,
@@ -48,7 +48,10 @@ DECODE, DECODE_STEP, TRIM = int(Kind.DECODE), int(Kind.DECODE_STEP), int(Kind.TR
 
 
 def _kernel(function):
-    return njit(function, cache=True, nogil=True)
+    try:
+        return njit(function, cache=True, nogil=True)
+    except RuntimeError:  # numba finds no folder that it can write its cache to
+        return njit(function, nogil=True)
 
 
 @_kernel
@@ -102,15 +105,21 @@ def breach_of(pages, words, setup, prefix, seq, last):
 
 
 @_kernel
-def decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
-    status = STATUS_REFUSED if refused else STATUS_OK
+def decide(pages, words, mailbox, setup, needed, tokens, num_tokens, breach, index, value, refused):
+    """Decide all or nothing; `breach`, at `index`, is the first one found in the batch."""
+    status = STATUS_OK
+    if setup[QUIET] != 0 and needed > words[FREE]:
+        status = STATUS_SHORT  # told as None, whatever else is wrong
+    elif breach != NONE:
+        record(words, setup, breach, index, value)
+        if refused:
+            status = STATUS_REFUSED
     if status == STATUS_OK and tokens != num_tokens:
         record(words, setup, SUM, WHOLE_BATCH, tokens)
         if setup[STRICT] != 0 or tokens > num_tokens:
             status = STATUS_REFUSED
     if status == STATUS_OK and needed > words[FREE]:
-        if setup[QUIET] == 0:
-            record(words, setup, SHORT, WHOLE_BATCH, needed)
+        record(words, setup, SHORT, WHOLE_BATCH, needed)
         status = STATUS_SHORT
     if status == STATUS_OK:
         capacity = pages.shape[1] - 1
@@ -159,17 +168,19 @@ def alloc(pages, words, mailbox, setup, prefixes, seqs, lasts, num_tokens, out):
     begin_op(words, setup)
     decode, size = setup[KIND] == DECODE, setup[PAGE_SIZE]
     needed, tokens, refused = 0, 0, False
+    first, at, wrong = NONE, 0, np.int64(0)
     for i in range(seqs.shape[0]):
         seq = seqs[i]
         prefix = seq - 1 if decode and seq > 0 else -1 if decode else prefixes[i]
         breach, carry_on = breach_of(pages, words, setup, prefix, seq, lasts[i])
         if breach != NONE:
-            record(words, setup, breach, i, seq if breach == LENGTH else lasts[i])
+            if first == NONE:
+                first, at, wrong = breach, i, seq if breach == LENGTH else lasts[i]
             refused = refused or not carry_on
         if breach != LENGTH:
             needed += (seq + size - 1) // size - (prefix + size - 1) // size
             tokens += seq - prefix
-    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
+    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, first, at, wrong, refused):
         out[:] = setup[REFUSED_SLOT]
         return
     position, t = words[FIRST], 0
@@ -216,6 +227,7 @@ def step_in_table(pages, words, mailbox, setup, table, paged, pad_row, rows, pre
     size = setup[PAGE_SIZE]
     columns = table.shape[1] * (size if paged else 1)
     needed, tokens, refused = 0, 0, False
+    first, at, wrong = NONE, 0, np.int64(0)
     for i in range(rows.shape[0]):
         row, prefix, seq, last, padding = load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i)
         holds = lengths_hold(prefix, seq)
@@ -233,11 +245,12 @@ def step_in_table(pages, words, mailbox, setup, table, paged, pad_row, rows, pre
         else:
             breach, carry_on = breach_of(pages, words, setup, prefix, seq, last)
         if breach != NONE:
-            record(words, setup, breach, i, value)
+            if first == NONE:
+                first, at, wrong = breach, i, value
             refused = refused or not carry_on
         if holds:
             needed += (seq + size - 1) // size - (prefix + size - 1) // size
-    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, refused):
+    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, first, at, wrong, refused):
         out[:] = setup[REFUSED_SLOT]
         return
     position, t = words[FIRST], 0
@@ -261,7 +274,7 @@ def step_in_table(pages, words, mailbox, setup, table, paged, pad_row, rows, pre
 def alloc_whole(pages, words, mailbox, setup, num_pages, out):
     begin_op(words, setup)
     n = out.shape[0]
-    if decide(pages, words, mailbox, setup, num_pages, n, n, False):
+    if decide(pages, words, mailbox, setup, num_pages, n, n, NONE, 0, 0, False):
         write_request(pages, setup, words[FIRST], 0, n, -1, 0, out)
     else:
         out[:] = setup[REFUSED_SLOT]
@@ -295,6 +308,26 @@ def drop_owner(pages, words, page):
 
 
 @_kernel
+def order_freed(pages, freed):
+    """Put the freed pages, whose mark is 2, in ascending order, and take the marks off."""
+    ascending, least, most = True, pages[FREED, 0], pages[FREED, 0]
+    for i in range(freed):
+        page = pages[FREED, i]
+        ascending = ascending and page >= most
+        least, most = min(least, page), max(most, page)
+    if ascending:
+        for i in range(freed):
+            pages[MARKS, pages[FREED, i]] = 0
+        return
+    n = 0
+    for page in range(least, most + 1):
+        if pages[MARKS, page] == 2:
+            pages[MARKS, page] = 0
+            pages[FREED, n] = page
+            n += 1
+
+
+@_kernel
 def free_by_slot(pages, words, mailbox, setup, slots, push, where, index_base):
     begin_op(words, setup)
     size, touched, previous = setup[PAGE_SIZE], 0, -1
@@ -325,15 +358,8 @@ def free_by_slot(pages, words, mailbox, setup, slots, push, where, index_base):
             pages[FREED, freed] = page
             freed += 1
     if push:
-        listed = pages[FREED]
-        ascending = True
-        for i in range(freed):
-            pages[MARKS, listed[i]] = 0
-            if i > 0 and listed[i] < listed[i - 1]:
-                ascending = False
-        if not ascending:
-            listed[:freed].sort()
-        give(pages, words, listed, freed, where)
+        order_freed(pages, freed)
+        give(pages, words, pages[FREED], freed, where)
         freed = 0
     setup[NUM_FREED] = freed
     end_op(words, mailbox, STATUS_OK)
@@ -483,8 +509,10 @@ def clear_all(pages, words, mailbox, setup, num_pages):
 def save(pages, words, mailbox, setup, saved):
     begin_op(words, setup)
     n = pages.shape[1]
-    saved[: n - 1] = pages[RING, : n - 1]
-    saved[n - 1 : 2 * n - 1] = pages[REFS]
+    for i in range(n):
+        saved[n - 1 + i] = pages[REFS, i]
+    for i in range(n - 1):
+        saved[i] = pages[RING, i]
     for i in range(5):
         saved[2 * n - 1 + i] = words[i if i < 4 else NUM_PAGES]
     end_op(words, mailbox, STATUS_OK)
@@ -494,8 +522,10 @@ def save(pages, words, mailbox, setup, saved):
 def load(pages, words, mailbox, setup, saved):
     begin_op(words, setup)
     n = pages.shape[1]
-    pages[RING, : n - 1] = saved[: n - 1]
-    pages[REFS] = saved[n - 1 : 2 * n - 1]
+    for i in range(n):
+        pages[REFS, i] = saved[n - 1 + i]
+    for i in range(n - 1):
+        pages[RING, i] = saved[i]
     for i in range(5):
         words[i if i < 4 else NUM_PAGES] = saved[2 * n - 1 + i]
     end_op(words, mailbox, STATUS_OK)
@@ -540,6 +570,8 @@ class NumbaBackend(HostBackend):
 
     def warmup(self) -> None:
         """Compile every kernel, or load it from numba's cache."""
+        if config.DISABLE_JIT:
+            return
         out = _I8 if self.index_dtype == np.int64 else _I4
         for kernel, signature in (
             *_SIGNATURES,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupaged.backends.host import HostBackend
-from cupaged.backends.layout import INT32_LARGEST, SAVED_WORDS, SKIPPED_PAGE, WHOLE_BATCH, Breach, Status, Where, Word
+from cupaged.layout import INT32_LARGEST, SAVED_WORDS, SKIPPED_PAGE, WHOLE_BATCH, Breach, Status, Where, Word
 
 __all__ = ["ReferenceBackend"]
 
@@ -115,7 +115,9 @@ class ReferenceBackend(HostBackend):
 
     def _decide(self, pages, tokens: int, num_tokens: int, first_error, refused: bool) -> None:
         w, status, needed = self.words, Status.OK, sum(pages)
-        if first_error:
+        if self.quiet and needed > w[Word.FREE]:
+            status = Status.SHORT  # told as None, whatever else is wrong
+        elif first_error:
             self._record(*first_error)
             if refused:
                 status = Status.REFUSED
@@ -124,8 +126,7 @@ class ReferenceBackend(HostBackend):
             if self.strict or tokens > num_tokens:
                 status = Status.REFUSED
         if status == Status.OK and needed > w[Word.FREE]:
-            if not self.quiet:
-                self._record(Breach.SHORT, WHOLE_BATCH, needed)
+            self._record(Breach.SHORT, WHOLE_BATCH, needed)
             status = Status.SHORT
         if status == Status.OK:
             w[Word.FIRST] = w[Word.HEAD]
