@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from cupaged import backends
-from cupaged.layout import INT32_LARGEST, Kind, Where, Word
 from cupaged.errors import CaptureError, IntegrityError
 from cupaged.geometry import check_lengths, extend_bounds, pages_taken
 from cupaged.interop import host_array, is_on_gpu, library_of, parse_device, to_host
+from cupaged.layout import INT32_LARGEST, Kind, Where, Word
 from cupaged.pool import PagePool, Stats
 
 __all__ = ["PoolAllocator", "whole"]

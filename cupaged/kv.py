@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.layout import INT32_LARGEST, SKIPPED_PAGE, Kind, Where
 from cupaged.base import PoolAllocator, whole
 from cupaged.geometry import pages_for
 from cupaged.interop import differing, host_array, is_on_gpu, library_of, to_host
+from cupaged.layout import INT32_LARGEST, SKIPPED_PAGE, Kind, Where
 
 __all__ = ["KVAllocator"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.layout import INT32_LARGEST, Kind
 from cupaged.base import PoolAllocator, whole
 from cupaged.geometry import check_lengths, extend_bounds, pages_taken
 from cupaged.interop import host_array, is_on_gpu
+from cupaged.layout import INT32_LARGEST, Kind
 from cupaged.pool import PoolState
 
 __all__ = ["PagedTokenToKVPoolAllocator"]

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.layout import MAIL_WORDS, Kind, Status, Word
 from cupaged.errors import (
     CaptureError,
     ConcurrentCallError,
@@ -30,6 +29,7 @@ from cupaged.errors import (
     IntegrityError,
     device_error,
 )
+from cupaged.layout import MAIL_WORDS, Kind, Status, Word
 
 __all__ = ["PagePool", "PoolState", "Stats"]
 
@@ -361,7 +361,9 @@ class PagePool:
         return threading.get_ident() != self._owner
 
     def _need_eager(self, what: str) -> None:
-        if self.backend.enter(""):
+        self.capturing = self.backend.enter("")
+        self.backend.leave()
+        if self.capturing:
             raise CaptureError(f"{what} would have to wait, which a stream capture forbids")
 
     def free_pages_count(self) -> int:

@@ -8,8 +8,8 @@ from collections import deque
 import numpy as np
 
 from cupaged.backends.cupy_raw import CudaBackend
-from cupaged.layout import NUM_WORDS
 from cupaged.interop import device_vector, host_array, is_on_gpu
+from cupaged.layout import NUM_WORDS
 from tests.host_cuda import HostModule, exact_copy, exact_empty
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupaged.layout import SAVED_WORDS, Kind, Where, Word
 from cupaged.backends.reference import ReferenceBackend
+from cupaged.layout import SAVED_WORDS, Kind, Where, Word
 
 ERROR_WORDS = (Word.ERROR_CODE, Word.ERROR_OP, Word.ERROR_INDEX, Word.ERROR_VALUE)
 COMPARED = (*SAVED_WORDS, Word.OP, Word.HOST_OP, Word.STATUS, Word.RET, Word.OK, Word.REFUSALS)

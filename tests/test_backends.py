@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupaged.backends.cupy_raw import KERNELS
 from cupaged.backends.numba_cpu import NumbaBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.interop import to_host
+from cupaged.layout import Kind
 from tests.host_backend import variant
 from tests.operations import Runner, Script, options, state
 
 PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
+HANDOFFS = {name for name in KERNELS if name.startswith("handoff_")}
 CONTESTANTS = {
     "numba": NumbaBackend,
     "cuda-ascending": variant("ascending"),
@@ -57,8 +62,47 @@ def test_same_as_reference(name, seed, page_size):
     play(CONTESTANTS[name], seed, page_size, steps=25)
 
 
+def large(contestant) -> None:
+    """More requests than a block has threads, more pages than a group of bits, more slots than one block frees."""
+    for seed, batch in ((1, 1500), (2, 5000)):
+        play(contestant, seed, 3, steps=14, num_pages=40_000, largest_batch=batch, strict=True)
+    rng = np.random.default_rng(3)
+    chosen = options(rng, 3, num_pages=40_000, strict=True, need_sort=False, index_dtype=np.dtype(np.int64))
+    reference, other = ReferenceBackend(**chosen), contestant(**chosen)
+    reference.native_library, other.native_library = "numpy", other.library
+    left, right = Runner(reference), Runner(other)
+    n = 1500
+    zeros, none, seq = np.zeros(n, np.int64), np.full(n, -1), rng.integers(0, 12, n)
+    for kind, given in (
+        (Kind.EXTEND, {"prefix": zeros, "seq": seq, "last": none, "num_tokens": int(seq.sum())}),
+        (Kind.DECODE, {"seq": zeros + 1, "last": none}),
+        (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 5000))]}),
+        (Kind.DECODE, {"seq": zeros + 1, "last": none}),
+    ):
+        expected = left.run(kind, given, 0, False, 1)
+        found = right.run(kind, given, 0, False, 1)
+        assert state(reference) == state(other)
+        if expected is not None:
+            np.testing.assert_array_equal(to_host(found), expected)
+
+
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_larger_batches_and_pools(name):
-    # More requests than a block has threads, more pages than one group of bits, more slots than one block frees.
-    for seed, batch in ((1, 1500), (2, 5000)):
-        play(CONTESTANTS[name], seed, 3, steps=14, num_pages=40_000, largest_batch=batch, strict=True)
+    large(CONTESTANTS[name])
+
+
+def test_every_kernel_is_reached():
+    """By these tests, that is: a kernel that none of them runs would be proven by none."""
+
+    class Recorded(CONTESTANTS["cuda-ascending"]):
+        reached: ClassVar[set] = set()
+
+        def _launch(self, kernel, blocks, threads):
+            self.reached.add(kernel)
+            super()._launch(kernel, blocks, threads)
+
+    for seed in range(12):
+        play(Recorded, seed, 16, steps=25)
+    large(Recorded)
+    # queue_entries is the allocator's free group; the hand-offs have tests of their own
+    assert set(KERNELS) - Recorded.reached == {"queue_entries", *HANDOFFS}

@@ -17,10 +17,10 @@ import pytest
 
 from cupaged import PagedTokenToKVPoolAllocator
 from cupaged.backends import numba_cuda
-from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind, Where, Word
 from cupaged.backends.numba_cuda import KERNELS, SIMULATED, NumbaCudaBackend
 from cupaged.errors import CaptureError
 from cupaged.interop import to_host
+from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind, Where, Word
 from tests.test_backends import play
 
 ROOT = Path(__file__).parent.parent

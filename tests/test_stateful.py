@@ -264,7 +264,7 @@ class Machine(RuleBasedStateMachine):
             self.on_all("alloc_decode", seqs, lasts, expected=expected)
         else:
             self.on_all("alloc_extend", prefixes, seqs, lasts, expected=expected, scalars=(tokens,))
-        if expected is None or wrong and expected == [self.refused] * tokens:
+        if expected is None or (wrong and expected == [self.refused] * tokens):
             return
         for place, (prefix, seq, _) in zip(places, batch, strict=True):
             mine, expected = expected[: seq - prefix], expected[seq - prefix :]

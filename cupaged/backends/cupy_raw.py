@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cupaged.backends.gpu import GpuBackend
-from cupaged.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
 from cupaged.errors import CaptureError
 from cupaged.interop import DeviceTable, DeviceVector
+from cupaged.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
 
 __all__ = ["ARGS", "KERNELS", "CudaBackend", "CupyBackend", "probe", "source"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.layout import Kind
 from cupaged.errors import CaptureError
 from cupaged.interop import (
     DeviceTable,
@@ -19,6 +18,7 @@ from cupaged.interop import (
     library_of,
     to_host,
 )
+from cupaged.layout import Kind
 
 __all__ = ["GpuBackend"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind
 from cupaged.interop import host_table, host_vector, library_of
+from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind
 
 __all__ = ["HostBackend"]
 

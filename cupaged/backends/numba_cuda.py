@@ -24,6 +24,8 @@ import numpy as np
 from numba.core import config
 
 from cupaged.backends.gpu import GpuBackend
+from cupaged.errors import CaptureError
+from cupaged.interop import DeviceTable, DeviceVector, is_on_gpu, to_torch
 from cupaged.layout import (
     INT32_LARGEST,
     MAIL_WORDS,
@@ -36,8 +38,6 @@ from cupaged.layout import (
     Where,
     Word,
 )
-from cupaged.errors import CaptureError
-from cupaged.interop import DeviceTable, DeviceVector, is_on_gpu, to_torch
 
 __all__ = ["NumbaCudaBackend", "probe"]
 

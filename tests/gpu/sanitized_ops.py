@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 
 from cupaged.backends.cupy_raw import KERNELS, CupyBackend
-from tests.test_backends import play
+from tests.test_backends import HANDOFFS, large, play
 
 
 class Recorded(CupyBackend):
@@ -20,6 +20,6 @@ rng = np.random.default_rng(5)
 for page_size in (1, 3, 16, 64):
     for _ in range(4):
         play(Recorded, int(rng.integers(2**40)), page_size, steps=25)
-play(Recorded, 2, 3, steps=8, num_pages=20_000, largest_batch=1500, strict=True)
-missing = set(KERNELS) - Recorded.seen - {"queue_entries"} - {k for k in KERNELS if k.startswith("handoff_")}
+large(Recorded)
+missing = set(KERNELS) - Recorded.seen - {"queue_entries", *HANDOFFS}
 assert not missing, missing

