@@ -73,14 +73,14 @@ def large(contestant) -> None:
     left, right = Runner(reference), Runner(other)
     n = 1500
     zeros, none, seq = np.zeros(n, np.int64), np.full(n, -1), rng.integers(0, 12, n)
-    for kind, given in (
+    for kind, arguments in (
         (Kind.EXTEND, {"prefix": zeros, "seq": seq, "last": none, "num_tokens": int(seq.sum())}),
         (Kind.DECODE, {"seq": zeros + 1, "last": none}),
         (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 5000))]}),
         (Kind.DECODE, {"seq": zeros + 1, "last": none}),
     ):
-        expected = left.run(kind, given, 0, False, 1)
-        found = right.run(kind, given, 0, False, 1)
+        expected = left.run(kind, arguments, 0, False, 1)
+        found = right.run(kind, arguments, 0, False, 1)
         assert state(reference) == state(other)
         if expected is not None:
             np.testing.assert_array_equal(to_host(found), expected)
@@ -101,7 +101,7 @@ def test_every_kernel_is_reached():
             self.reached.add(kernel)
             super()._launch(kernel, blocks, threads)
 
-    for seed in range(12):
+    for seed in range(20):
         play(Recorded, seed, 16, steps=25)
     large(Recorded)
     # queue_entries is the allocator's free group; the hand-offs have tests of their own

@@ -1,4 +1,4 @@
-"""What the host believes, and what it waits for: bounds, mail, errors, threads and captures, on a device that lags."""
+"""What the host believes and what it waits for: bounds, mail, errors, threads, captures, on a device that lags."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Waited(AssertionError):
 
 
 def make_lagging(size: int, page_size: int, **options) -> PagedTokenToKVPoolAllocator:
-    with mock.patch.object(backends, "pick", lambda name, device: Lagging):
+    with mock.patch.object(backends, "pick", return_value=Lagging):
         return PagedTokenToKVPoolAllocator(size, page_size, **options)
 
 
@@ -150,7 +150,9 @@ def test_available_size_does_not_wait_where_the_counts_are_host_known():
         assert pool.available_size() == 97 * 8
 
 
-@pytest.mark.parametrize(("page_size", "tokens", "most", "least"), [(4, 10, 2 + 3, 1), (1, 10, 10, 10), (16, 2, 2, 0)])
+@pytest.mark.parametrize(
+    ("page_size", "tokens", "most", "least"), [(4, 10, 2 + 3, 1), (1, 10, 10, 10), (16, 2, 2, 0)]
+)
 def test_lengths_of_the_device_lower_the_bound_by_what_they_can_take(page_size, tokens, most, least):
     pool = make_lagging(100 * page_size, page_size)
     with no_wait(pool):
@@ -455,6 +457,7 @@ def test_other_threads_read_the_last_known_figures_without_a_wait():
 
 def test_a_watchdog_never_sees_half_of_a_mail():
     pool = make("numba", 64, 1)
+    pool.refresh()
     whole = pool.backend.mailbox.copy()
     pool.backend.mailbox[0] += 1  # being written
     pool.backend.mailbox[1 + Word.FREE] = -12345
@@ -557,7 +560,7 @@ def test_threads_that_do_not_take_turns_get_an_error_or_a_result():
         thread.start()
     for thread in threads:
         thread.join()
-    every = sum(taken, [])
+    every = [slot for slots in taken for slot in slots]
     assert len(every) == len(set(every))
     pool.check_integrity()
     assert pool.available_size() == 4096 - len(every)
@@ -577,7 +580,7 @@ def test_a_stuck_device_is_told_and_the_lock_released(short_limit):
     pool = make_lagging(4, 1)
     pool.alloc(4)
     pool.free(on_device(1, 2))
-    with mock.patch.object(pool.backend, "poll", lambda: None):
+    with mock.patch.object(pool.backend, "poll"):
         for call in (pool.available_size, lambda: pool.alloc(2), pool.check, pool.stats, pool.refresh):
             with pytest.raises(cupaged.DeviceTimeoutError, match="has not finished op"):
                 call()
@@ -694,9 +697,14 @@ def test_an_earlier_error_does_not_lose_a_groups_frees(backend):
 def test_an_exception_inside_a_group_still_frees_and_ends_it(backend):
     pool = make(backend, 16, 1)
     pool.alloc(16)
-    with pytest.raises(KeyError), pool.free_group():
-        pool.free([1, 2])
-        raise KeyError("x")
+
+    def end_early():
+        with pool.free_group():
+            pool.free([1, 2])
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        end_early()
     assert pool.available_size() == 2
     with pool.free_group(), pytest.raises(RuntimeError, match="nest"):
         pool.free_group_begin()
@@ -843,15 +851,19 @@ def test_replays_are_unknown_until_a_refresh_or_a_note():
         assert pool.alloc(2) is not None
 
 
-def test_a_full_pool_after_replays_is_none():
-    pool, _ = captured_decode(size=8)
-    for _ in range(3):
+def test_every_replay_that_nobody_told_of_is_seen_by_the_next_call():
+    pool, _ = captured_decode(size=16)
+    for left in (15, 14, 13):
         pool.backend.replay()
-    pool.refresh()
-    for _ in range(3):
+        assert pool.available_size() == left
+    for left in (12, 11):
         pool.backend.replay()
-    assert pool.alloc(3) is None
-    assert pool.alloc(2) is not None
+        assert pool.available_at_least() == 0
+        assert pool.stats().free_pages == left
+    for _ in range(8):
+        pool.backend.replay()
+    assert pool.alloc(4) is None
+    assert pool.alloc(3) is not None
     pool.check()
     assert pool.available_size() == 0
 

@@ -525,7 +525,7 @@ SETTINGS = settings(
 
 @pytest.mark.parametrize(
     ("backends", "examples"),
-    [(("reference", "numba", "cuda-random"), 50), (("numba", "cuda-delayed"), 150)],
+    [(("reference", "numba", "cuda-random"), 100), (("numba", "cuda-delayed"), 300)],
     ids=["in-step", "lagging"],
 )
 def test_random_calls(backends, examples, caplog):

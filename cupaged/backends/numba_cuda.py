@@ -368,6 +368,18 @@ def record(words, kind, breach, index, value):
         words[ERROR_VALUE] = value
 
 
+def _fence() -> Callable:
+    """``cuda.threadfence_system``, which the successor, up to 0.6, does not have."""
+    if cuda is None or not cuda.__name__.startswith("numba_cuda_mlir"):
+        return _device(lambda: cuda.threadfence_system())
+    from numba_cuda_mlir.cuda import experimental
+
+    return _device(lambda: experimental.inline_ptx("membar.sys;"))
+
+
+fence = _fence()
+
+
 @_device
 def end_op(words, mail, status):
     """Post the words to the host, under a sequence that is odd meanwhile; one thread."""
@@ -375,10 +387,10 @@ def end_op(words, mail, status):
     words[OK] = 1 if status == STATUS_OK else 0
     sequence = 2 * words[OP]
     mail[0] = sequence - 1
-    cuda.threadfence_system()
+    fence()
     for i in range(NUM_WORDS):
         mail[1 + i] = words[i]
-    cuda.threadfence_system()
+    fence()
     mail[0] = sequence
 
 
