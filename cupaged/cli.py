@@ -387,6 +387,12 @@ def replay(
     step_ms: Annotated[float, typer.Option(help="Milliseconds of the virtual clock that a step takes.")] = 25.0,
     chunk: Annotated[int, typer.Option(help="Prompt tokens that a step prefills at most.")] = 8192,
     max_running: Annotated[int, typer.Option(help="Requests that hold slots at a time, at most.")] = 256,
+    engine: Annotated[
+        str, typer.Option(metavar="slots|kv", help="Drive the slot allocator, or KVAllocator by whole steps.")
+    ] = "slots",
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="Share the pages of prompts that begin alike, by hash_ids.")
+    ] = False,
     backend: OneBackend = "auto",
     verify: Annotated[
         bool, typer.Option("--verify", help="Prove at every step that no slot has two owners, no page is lost.")
@@ -410,6 +416,7 @@ def replay(
             raise UserError(f"there is no file {trace}; name a log, or none for the built-in workload")
         log = synthetic() if trace is None else read_trace(trace)
     settings = {"step_ms": step_ms, "chunk": chunk, "max_running": max_running, "backend": backend, "verify": verify}
+    settings |= {"engine": engine, "share_prefixes": share_prefixes}
     results = _replay_all(log, [(p, t) for t in pools for p in page_sizes], settings)
     if plot is not None:
         from cupaged import replay as replaying
@@ -451,9 +458,8 @@ def _print_results(results: list[ReplayResult], plot: str | None) -> None:
     for note in dict.fromkeys(note for r in results for note in r.notes):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if all(r.verified for r in results):
-        console.print(
-            "[green]verified[/green]: at every step no slot had two owners, and no page was lost", soft_wrap=True
-        )
+        what = "no shared page was written" if results[0].shared else "no slot had two owners"
+        console.print(f"[green]verified[/green]: at every step {what}, and no page was lost", soft_wrap=True)
     if plot is not None:
         console.print(f"plot: {plot}", markup=False, soft_wrap=True)
 

@@ -10,34 +10,53 @@ SKIPPED_PAGE = -(1 << 62)  # a queue's entry that stands for nothing
 
 
 class Word(IntEnum):
-    """Index of each int64 word of the pool; the mailbox has them one further on, behind its sequence."""
+    """Index of each int64 word of the pool. What the host looks at in every step comes first."""
 
-    HEAD = 0
+    HOST_OP = 0
     FREE = 1
     STAGED = 2
     SHARED = 3
-    OP = 4
-    HOST_OP = 5
-    NUM_PAGES = 6
-    STATUS = 7
-    RET = 8
-    OK = 9
-    REFUSALS = 10
-    ALLOCATED = 11
-    FREED = 12
-    PEAK = 13
-    FIRST = 14
-    TOKENS = 15
-    ERROR_CODE = 16
-    ERROR_OP = 17
-    ERROR_INDEX = 18
-    ERROR_VALUE = 19
+    STATUS = 4
+    ERROR_CODE = 5
+    ERROR_OP = 6
+    ERROR_INDEX = 7
+    ERROR_VALUE = 8
+    HEAD = 9
+    OP = 10
+    NUM_PAGES = 11
+    RET = 12
+    OK = 13
+    REFUSALS = 14
+    ALLOCATED = 15
+    FREED = 16
+    PEAK = 17
+    FIRST = 18
+    TOKENS = 19
 
 
 NUM_WORDS = 20
-STATE_WORDS = 21  # and the lowest breach of a free that is being marked
-MAIL_WORDS = 1 + NUM_WORDS
+STATE_WORDS = 25  # and what the blocks of one op share
+MAIL_WORDS = 2 * NUM_WORDS
 SAVED_WORDS = (Word.HEAD, Word.FREE, Word.STAGED, Word.SHARED, Word.NUM_PAGES)
+
+
+def unpack_mail(cells: list[int]) -> list[int] | None:
+    """Words from the mailbox, or None if it holds parts of two ops' mail.
+
+    Parameters
+    ----------
+    cells : list of int
+        `MAIL_WORDS` unsigned 64-bit cells: the low halves of all words, then the high halves, each behind the number
+        of the op that posted it.
+    """
+    number = cells[0] >> 32
+    if any(cell >> 32 != number for cell in cells):
+        return None
+    words = []
+    for low, high in zip(cells[:NUM_WORDS], cells[NUM_WORDS:], strict=True):
+        word = (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32
+        words.append(word - (1 << 64) if word >> 63 else word)
+    return words
 
 
 class Status(IntEnum):

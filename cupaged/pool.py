@@ -29,7 +29,7 @@ from cupaged.errors import (
     IntegrityError,
     device_error,
 )
-from cupaged.layout import MAIL_WORDS, Kind, Status, Word
+from cupaged.layout import NUM_WORDS, Kind, Status, Word, unpack_mail
 
 __all__ = ["PagePool", "PoolState", "Stats"]
 
@@ -38,8 +38,7 @@ log = logging.getLogger("cupaged")
 WAIT_LIMIT_S = 60.0
 MOST_PENDING = 64
 
-_HOST_OP, _FREE, _STAGED, _SHARED = (1 + w for w in (Word.HOST_OP, Word.FREE, Word.STAGED, Word.SHARED))
-_STATUS, _ERROR = 1 + Word.STATUS, 1 + Word.ERROR_CODE
+_LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,9 @@ class PagePool:
         self._refreshed_op = 0
         self._host_refusals = 0
         self._mail = backend.mail
-        self._sequence = -1
+        self._sequence = 0  # number of the last mail read
+        self._last_op = 0  # the host's number in it
+        self._last_words = [0] * NUM_WORDS
         self._lock = threading.Lock()
         self._owner = threading.get_ident()
         self._op = self._mail_op = self._ack = 0
@@ -133,7 +134,7 @@ class PagePool:
             self.capturing = self.backend.enter(library)
             if self.capturing:
                 self.captured = True
-            elif self._mail[0] != self._sequence:
+            elif self._mail[0] >> 32 != self._sequence:
                 self._read_mail()
             if self._deferred is not None and self.errors == "raise" and not self.capturing:
                 self._raise_deferred()
@@ -172,8 +173,7 @@ class PagePool:
         if backend.synchronous:
             self._begin(kind, quiet=True)
             launch(*args)
-            self._read_mail()
-            return self._mail[_STATUS] != Status.SHORT
+            return self._read_mail() != Status.SHORT
         fits = most <= self.at_least and self._bounds_hold()
         if not fits:
             exact = self._exact_free()
@@ -184,7 +184,7 @@ class PagePool:
         op = self._begin(kind, quiet=not fits)
         launch(*args)
         self._expect(op, -most, -least, -most)
-        return fits or self._wait(op)[_STATUS] != Status.SHORT
+        return fits or self._wait(op) != Status.SHORT
 
     def run(self, kind: Kind, at_least: int, at_most: int, launch: Callable[..., None], *args: Any) -> None:
         """Run an op that gives back `at_least` to `at_most` pages, or changes nothing."""
@@ -220,8 +220,7 @@ class PagePool:
         op = self._begin(Kind.RESTORE)
         self.backend.restore(state.saved)
         self.num_pages = num_pages
-        self._reset_bounds(op, state.at_least, state.at_most)
-        self._last_retain = op if state.may_share else 0
+        self._reset_bounds(op, state.at_least, state.at_most, state.may_share)
 
     def refresh(self) -> None:
         """Wait for the device and make the bounds exact."""
@@ -255,12 +254,12 @@ class PagePool:
     def _front_known(self) -> int:
         return self.front_at_least if self._bounds_hold() else 0
 
-    def _reset_bounds(self, op: int, at_least: int, at_most: int) -> None:
+    def _reset_bounds(self, op: int, at_least: int, at_most: int, may_share: bool = False) -> None:
         self._pending.clear()
         self._merged_until = 0
         # Older mail must not correct what starts here.
         self._mail_op = op
-        self._known = (at_least, at_most, 0, 0)
+        self._known = (at_least, at_most, 0, int(may_share))
         self._last_retain = 0
         self._sum()
 
@@ -288,32 +287,34 @@ class PagePool:
         self.at_most = max(0, min(high, total))
         self.front_at_least = front if self.backend.need_sort else self.at_least
 
-    def _read_mail(self) -> memoryview | None:
-        """Take the newest mail, if it is whole: exact counters for all ops up to its own."""
-        mail = self._mail
-        sequence = mail[0]
-        if sequence & 1:
+    def _read_mail(self) -> int | None:
+        """Take the newest mail, if it is of one op: exact counters for all ops up to its own. Returns the status."""
+        op, free, staged, shared, status, code, error_op = self._mail[:7]
+        number = op >> 32
+        parts = (op ^ free) | (op ^ staged) | (op ^ shared) | (op ^ status) | (op ^ code) | (op ^ error_op)
+        if parts >> 32:
             return None
-        words = mail[:MAIL_WORDS].tolist()
-        if mail[0] != sequence or words[0] != sequence:
-            return None
-        self._sequence = sequence
-        op = words[_HOST_OP]
+        self._sequence = number
+        # The host's own counter tells the upper half of the op's number.
+        op = self._last_op = self._op - (self._op - op & _LOW)
         if op >= self._mail_op and op >= self._merged_until:
             self._mail_op = op
             pending = self._pending
             while pending and pending[0][0] <= op:
                 pending.popleft()
-            total = words[_FREE] + words[_STAGED]
-            self._known = (total, total, words[_FREE], words[_SHARED])
+            free, staged = free & _LOW, staged & _LOW
+            self._known = (free + staged, free + staged, free, shared & _LOW)
             self._sum()
-        if words[_ERROR] and words[_ERROR + 1] > self._ack:
-            self._take_error(words)
-        return words
+        if code & _LOW and error_op & _LOW != self._ack & _LOW:
+            self._take_error()
+        return status & _LOW
 
-    def _take_error(self, words: Any) -> None:
-        self._ack = words[_ERROR + 1]
-        error = device_error(*words[_ERROR : _ERROR + 4])
+    def _take_error(self) -> None:
+        words = unpack_mail(self._mail.tolist())
+        if words is None or not words[Word.ERROR_CODE] or words[Word.ERROR_OP] <= self._ack:
+            return
+        self._ack = words[Word.ERROR_OP]
+        error = device_error(*words[Word.ERROR_CODE : Word.ERROR_VALUE + 1])
         self._read_errors += 1
         if self.errors == "defer":
             log.error("recorded on the device: %s", error)
@@ -325,16 +326,16 @@ class PagePool:
         if error is not None:
             raise error
 
-    def _wait(self, op: int) -> Any:
-        """Poll until the mail of `op` is here; its words."""
+    def _wait(self, op: int) -> int:
+        """Poll until the mail of `op` is here; the last op's status."""
         if self.capturing:
             raise CaptureError("this call would have to wait, which a stream capture forbids")
         begin = time.monotonic()
         turn = 0
         while True:
-            words = self._read_mail()
-            if words is not None and words[_HOST_OP] >= op:
-                return words
+            status = self._read_mail()
+            if status is not None and self._last_op >= op:
+                return status
             turn += 1
             if turn > 100:
                 self.backend.poll()
@@ -370,27 +371,31 @@ class PagePool:
         """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""
         if self._elsewhere():
             return self._last_known()
-        if self._mail[0] != self._sequence:
+        if self._mail[0] >> 32 != self._sequence:
             self._read_mail()
         if self.at_least == self.at_most and self._bounds_hold():
             return self.at_least
         self._need_eager("available_size()")
         return self._exact_free()
 
+    def _words(self) -> list[int]:
+        """The newest mail that is of one op, read without touching the host's bounds."""
+        for _ in range(1000):
+            words = unpack_mail(self._mail.tolist())
+            if words is not None:
+                self._last_words = words
+                break
+        return self._last_words
+
     def _last_known(self) -> int:
-        """Free pages by the newest whole mail, read without touching the host's bounds."""
-        mail = self._mail
-        for _ in range(100):
-            words = mail[:MAIL_WORDS].tolist()
-            if not words[0] & 1 and mail[0] == words[0]:
-                return int(words[_FREE] + words[_STAGED])
-        return self._known[0]
+        words = self._words()
+        return words[Word.FREE] + words[Word.STAGED]
 
     def free_at_least(self) -> int:
         """Lower bound of the free pages; never waits."""
         if self._elsewhere():
             return min(self.at_least, self._last_known()) if self._bounds_hold() else 0
-        if self._mail[0] != self._sequence:
+        if self._mail[0] >> 32 != self._sequence:
             self._read_mail()
         return self.at_least if self._bounds_hold() else 0
 
@@ -404,14 +409,14 @@ class PagePool:
                 self._wait(self._op)
         self._raise_deferred()
 
-    def settled_words(self) -> Any:
-        """The words after all queued ops."""
-        if self._elsewhere():
-            return self._mail[:MAIL_WORDS].tolist()[1:]
-        self._need_eager("this call")
-        if self.captured:
-            self._op_refresh()
-        return self._wait(self._op)[1:]
+    def settled_words(self) -> list[int]:
+        """The words after all queued ops; from another thread the last known ones."""
+        if not self._elsewhere():
+            self._need_eager("this call")
+            if self.captured:
+                self._op_refresh()
+            self._wait(self._op)
+        return self._words()
 
     def stats(self) -> Stats:
         """Counters, after all queued ops; from another thread the last known ones."""

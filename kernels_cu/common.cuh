@@ -12,16 +12,21 @@ constexpr i64 WHOLE_BATCH = -1;  // index of an error that no single entry made
 constexpr i64 SKIPPED_PAGE = -(1LL << 62);  // a queue's entry that stands for nothing
 constexpr int PLAN_THREADS = 1024;
 
-// The pool's words, on the device and, copied by every op, in the mailbox. cupaged/layout.py has the same list.
+// The pool's words, on the device and, posted by every op, in the mailbox. cupaged/layout.py has the same list. What
+// the host looks at in every step comes first.
 enum Word {
-    HEAD,         // position of the first free page in the ring, in [0, capacity)
+    HOST_OP,      // the host's number of the last eager op
     FREE,         // pages that an allocation may take
     STAGED,       // freed pages that wait behind them until a merge (need_sort)
     SHARED,       // pages with more than one owner
-    OP,           // ops that the device has run, graph replays included
-    HOST_OP,      // the host's number of the last eager op
-    NUM_PAGES,    // pages in use since the last resize; at most `capacity`
     STATUS,       // of the last op: STATUS_OK, STATUS_SHORT or STATUS_REFUSED
+    ERROR_CODE,   // the recorded error: op kind << 8 | breach; 0 = none
+    ERROR_OP,     // its op, as numbered by OP
+    ERROR_INDEX,  // its index in that op's batch
+    ERROR_VALUE,  // the offending value
+    HEAD,         // position of the first free page in the ring, in [0, capacity)
+    OP,           // ops that the device has run, graph replays included
+    NUM_PAGES,    // pages in use since the last resize; at most `capacity`
     RET,          // of the last allocation: new pages << 32 | tokens
     OK,           // 1 if the last op was carried out: later kernels of a graph may read it
     REFUSALS,     // allocations that gave no page
@@ -30,12 +35,12 @@ enum Word {
     PEAK,         // most pages owned at one time
     FIRST,        // plan of the current allocation: ring position of its first page
     TOKENS,       // plan of the current allocation: tokens that get a slot
-    ERROR_CODE,   // the recorded error: op kind << 8 | breach; 0 = none
-    ERROR_OP,     // its op, as numbered by OP
-    ERROR_INDEX,  // its index in that op's batch
-    ERROR_VALUE,  // the offending value
     NUM_WORDS,    // what the mailbox carries ends here
-    BREACH = NUM_WORDS,  // lowest `index << 8 | breach` that the marking blocks of a free have seen
+    BREACH = NUM_WORDS,  // lowest `index << 8 | breach` that the blocks of this op have seen
+    PLAN_PAGES,   // sums over the blocks of a plan
+    PLAN_TOKENS,
+    PLAN_REFUSED,
+    TICKET,       // blocks of a plan that have added theirs
     STATE_WORDS,
 };
 
@@ -208,18 +213,37 @@ __device__ __forceinline__ i64 block_exclusive(i64 x, i64* carry, i64& total) {
 }
 
 // ---- ops, errors, mail ---------------------------------------------------------------------------------------
+// The one block that commits an op works on a copy `w` of the words in shared memory.
 
-// Starts an op: thread 0 of the one block that commits.
-__device__ __forceinline__ void begin_op(const Args& a) {
-    i64* w = a.words;
+// Past L1, where an earlier load may have left what other blocks have changed since.
+__device__ __forceinline__ void load_words(const Args& a, i64* w) {
+    if (threadIdx.x < STATE_WORDS) w[threadIdx.x] = static_cast<volatile i64*>(a.words)[threadIdx.x];
+}
+
+// Writes the words back and posts them to the host: the first warp, once thread 0 has ended the op. Half a word goes
+// in the low half of each cell, the op's number in the high half: cells are written whole, and a host that finds one
+// number in all that it reads has read one op's mail, with no fence on this side.
+__device__ __forceinline__ void post(const Args& a, const i64* w) {
+    if (threadIdx.x >= 32) return;
+    __syncwarp();
+    if (threadIdx.x < STATE_WORDS) a.words[threadIdx.x] = w[threadIdx.x];
+    if (threadIdx.x < NUM_WORDS) {
+        const i64 word = w[threadIdx.x], number = w[OP] << 32;
+        volatile i64* mail = a.mailbox;
+        mail[threadIdx.x] = number | (word & 0xffffffffLL);
+        mail[NUM_WORDS + threadIdx.x] = number | (word >> 32 & 0xffffffffLL);
+    }
+}
+
+// Starts an op: thread 0.
+__device__ __forceinline__ void begin_op(const Args& a, i64* w) {
     w[OP] += 1;
     if (a.host_op) w[HOST_OP] = a.host_op;
     if (w[ERROR_CODE] && w[ERROR_OP] <= a.error_ack) w[ERROR_CODE] = 0;
 }
 
 // Ops come in order, so the first error that stands is the one with the lowest op.
-__device__ __forceinline__ void record(const Args& a, int breach, i64 index, i64 value) {
-    i64* w = a.words;
+__device__ __forceinline__ void record(const Args& a, i64* w, int breach, i64 index, i64 value) {
     if (w[ERROR_CODE]) return;
     w[ERROR_CODE] = (a.kind << 8) | breach;
     w[ERROR_OP] = w[OP];
@@ -227,31 +251,15 @@ __device__ __forceinline__ void record(const Args& a, int breach, i64 index, i64
     w[ERROR_VALUE] = value;
 }
 
-__device__ __forceinline__ void end_op(const Args& a, int status) {
-    a.words[STATUS] = status;
-    a.words[OK] = status == STATUS_OK;
+__device__ __forceinline__ void end_op(i64* w, int status) {
+    w[STATUS] = status;
+    w[OK] = status == STATUS_OK;
 }
 
-// Copies the words to the host: the first warp, after thread 0 has ended the op. The sequence is odd while the mail
-// is written, so that the host never takes half of one and half of the next.
-__device__ __forceinline__ void post(const Args& a) {
-    __syncwarp();
-    volatile i64* mail = a.mailbox;
-    const i64 sequence = 2 * a.words[OP];
-    if (threadIdx.x == 0) mail[0] = sequence - 1;
-    __threadfence_system();
-    __syncwarp();
-    if (threadIdx.x < NUM_WORDS) mail[1 + threadIdx.x] = a.words[threadIdx.x];
-    __threadfence_system();
-    __syncwarp();
-    if (threadIdx.x == 0) mail[0] = sequence;
-}
-
-__device__ __forceinline__ bool is_page(const Args& a, i64 page) { return page >= 1 && page <= a.words[NUM_PAGES]; }
+__device__ __forceinline__ bool is_page(i64 page, i64 num_pages) { return page >= 1 && page <= num_pages; }
 
 // Takes `pages` from the front of the ring: thread 0.
-__device__ __forceinline__ void take_pages(const Args& a, i64 pages) {
-    i64* w = a.words;
+__device__ __forceinline__ void take_pages(const Args& a, i64* w, i64 pages) {
     w[FIRST] = w[HEAD];
     w[HEAD] = ring_position(a, w[HEAD] + pages);
     w[FREE] -= pages;
@@ -262,8 +270,7 @@ __device__ __forceinline__ void take_pages(const Args& a, i64 pages) {
 
 // Position in the ring of the first of `pages` that come back, and their count: thread 0. Staged pages and pages at
 // the back lie behind the free ones, where no allocation moves anything.
-__device__ __forceinline__ i64 give_pages(const Args& a, i64 pages) {
-    i64* w = a.words;
+__device__ __forceinline__ i64 give_pages(const Args& a, i64* w, i64 pages) {
     w[FREED] += pages;
     if (a.where == FRONT) {
         w[HEAD] = w[HEAD] >= pages ? w[HEAD] - pages : w[HEAD] - pages + a.capacity;

@@ -13,7 +13,7 @@ __device__ __forceinline__ void breach_at(i64* lowest, i64 index, int breach) {
 __device__ __forceinline__ void mark_slot(const Args& a, i64 i) {
     const i64 slot = a.seq.at(i);
     const i64 page = slot < 0 ? -1 : div_page(a, slot);
-    if (!is_page(a, page)) {
+    if (!is_page(page, a.words[NUM_PAGES])) {
         breach_at(&a.words[BREACH], i, BREACH_RANGE);
         return;
     }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void for_each_group(const Args& a, const u32* groups,
 }
 
 // Takes one owner off every touched page and notes those that lost their last. Warp k has word k of each group.
-__device__ __forceinline__ void settle_touched(const Args& a) {
+__device__ __forceinline__ void settle_touched(const Args& a, i64* w) {
     __shared__ int unshared;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     if (threadIdx.x == 0) unshared = 0;
@@ -79,18 +79,18 @@ __device__ __forceinline__ void settle_touched(const Args& a) {
     __syncthreads();
     const i64 count = (static_cast<i64>(a.capacity) >> 15) + 1;
     for (i64 i = threadIdx.x; i < count; i += blockDim.x) a.touched_groups[i] = 0;
-    if (threadIdx.x == 0) a.words[SHARED] -= unshared;
+    if (threadIdx.x == 0) w[SHARED] -= unshared;
 }
 
 // Puts the noted pages back into the ring, ascending.
-__device__ __forceinline__ void push_freed(const Args& a) {
+__device__ __forceinline__ void push_freed(const Args& a, i64* w) {
     __shared__ i64 first;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     i64 total = 0;
     for_each_group(a, a.freed_groups, [&](i64 group) {
         total += __shfl_sync(FULL_WARP, warp_inclusive(__popc(a.freed[group * 32 + lane])), 31);
     });
-    if (threadIdx.x == 0) first = give_pages(a, total);
+    if (threadIdx.x == 0) first = give_pages(a, w, total);
     __syncthreads();
     i64 done = first;
     for_each_group(a, a.freed_groups, [&](i64 group) {
@@ -116,20 +116,20 @@ __device__ __forceinline__ void push_freed(const Args& a) {
 // Ends one call of `free`: 1,024 threads, since each warp has a word of a group. `error_base` of a group's later
 // calls is in num_tokens.
 __device__ __forceinline__ void settle(const Args& a) {
-    settle_touched(a);
-    __syncthreads();
+    __shared__ i64 w[STATE_WORDS];
+    load_words(a, w);
+    settle_touched(a, w);
     if (threadIdx.x == 0) {
-        begin_op(a);
-        const i64 lowest = a.words[BREACH];
+        begin_op(a, w);
+        const i64 lowest = w[BREACH];
         if (lowest != NO_BREACH) {
-            record(a, static_cast<int>(lowest & 255), a.num_tokens + (lowest >> 8), a.seq.at(lowest >> 8));
-            a.words[BREACH] = NO_BREACH;
+            record(a, w, static_cast<int>(lowest & 255), a.num_tokens + (lowest >> 8), a.seq.at(lowest >> 8));
+            w[BREACH] = NO_BREACH;
         }
+        end_op(w, STATUS_OK);
     }
-    __syncthreads();
-    if (a.push) push_freed(a);
-    if (threadIdx.x == 0) end_op(a, STATUS_OK);
-    if (threadIdx.x < 32) post(a);
+    if (a.push) push_freed(a, w);
+    post(a, w);
 }
 
 extern "C" __global__ void __launch_bounds__(1024) settle_slots(const Args a) { settle(a); }
@@ -190,11 +190,11 @@ struct RowEntries {
 // Gives back what was taken too often: the last entries of each page that has gone below zero. One thread, since
 // only a broken contract leads here. Returns the lowest such entry.
 template <typename Entries>
-__device__ __forceinline__ i64 undo_excess(const Args& a, const Entries& entries) {
+__device__ __forceinline__ i64 undo_excess(const Args& a, i64 num_pages, const Entries& entries) {
     i64 lowest = entries.count();
     for (i64 e = entries.count() - 1; e >= 0; --e) {
         const i64 page = entries.page(e);
-        if (!is_page(a, page) || a.ref_count[page] >= 0) continue;
+        if (!is_page(page, num_pages) || a.ref_count[page] >= 0) continue;
         a.ref_count[page] += 1;
         lowest = e;
     }
@@ -203,18 +203,18 @@ __device__ __forceinline__ i64 undo_excess(const Args& a, const Entries& entries
 
 // A page is pushed at its lowest entry, if no owner is left.
 template <typename Entries>
-__device__ __forceinline__ bool pushes(const Args& a, const Entries& entries, i64 e) {
+__device__ __forceinline__ bool pushes(const Args& a, i64 num_pages, const Entries& entries, i64 e) {
     if (e >= entries.count()) return false;
     const i64 page = entries.page(e);
-    return is_page(a, page) && a.first_index[page] == e && a.ref_count[page] == 0;
+    return is_page(page, num_pages) && a.first_index[page] == e && a.ref_count[page] == 0;
 }
 
-// The whole op, by one block, up to its mail.
+// The whole op, by one block, up to its mail. `w` has been loaded.
 template <typename Entries>
-__device__ __forceinline__ void free_entries(const Args& a, const Entries& entries) {
+__device__ __forceinline__ void free_entries(const Args& a, i64* w, const Entries& entries) {
     __shared__ i64 carry[2][32], breach, first;
     __shared__ int unshared;
-    const i64 n = entries.count();
+    const i64 n = entries.count(), num_pages = w[NUM_PAGES];
     if (threadIdx.x == 0) {
         breach = NO_BREACH;
         unshared = 0;
@@ -222,9 +222,8 @@ __device__ __forceinline__ void free_entries(const Args& a, const Entries& entri
     __syncthreads();
     for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
         const i64 page = entries.page(e);
-        if (a.kind == KIND_FREE_QUEUE && page == SKIPPED_PAGE)
-            continue;
-        else if (!is_page(a, page))
+        if (a.kind == KIND_FREE_QUEUE && page == SKIPPED_PAGE) continue;
+        if (!is_page(page, num_pages))
             breach_at(&breach, e, BREACH_RANGE);
         else if (a.ref_count[page] == 0)
             breach_at(&breach, e, BREACH_DOUBLE_FREE);
@@ -235,34 +234,35 @@ __device__ __forceinline__ void free_entries(const Args& a, const Entries& entri
     int excess = 0;
     for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
         const i64 page = entries.page(e);
-        if (!is_page(a, page) || a.first_index[page] == INT32_LARGEST) continue;
+        if (!is_page(page, num_pages) || a.first_index[page] == INT32_LARGEST) continue;
         const int owners = atomicSub(&a.ref_count[page], 1);
         if (owners == 2) atomicAdd(&unshared, 1);
         excess |= owners <= 0;
     }
     if (__syncthreads_or(excess)) {
-        if (threadIdx.x == 0) breach_at(&breach, undo_excess(a, entries), BREACH_DOUBLE_FREE);
+        if (threadIdx.x == 0) breach_at(&breach, undo_excess(a, num_pages, entries), BREACH_DOUBLE_FREE);
         __syncthreads();
     }
     i64 mine = 0;
-    for (i64 e = threadIdx.x; e < n; e += blockDim.x) mine += pushes(a, entries, e);
+    for (i64 e = threadIdx.x; e < n; e += blockDim.x) mine += pushes(a, num_pages, entries, e);
     i64 total;
     block_exclusive(mine, carry[0], total);
     if (threadIdx.x == 0) {
-        begin_op(a);
+        begin_op(a, w);
         if (breach != NO_BREACH) {
             const i64 e = breach >> 8;
-            record(a, static_cast<int>(breach & 255), entries.index(e), entries.value(e));
+            record(a, w, static_cast<int>(breach & 255), entries.index(e), entries.value(e));
         }
-        a.words[SHARED] -= unshared;
-        first = give_pages(a, total);
+        w[SHARED] -= unshared;
+        first = give_pages(a, w, total);
+        end_op(w, STATUS_OK);
     }
     __syncthreads();
     i64 done = first;
     int turn = 1;
     for (i64 base = 0; base < n; base += blockDim.x, turn ^= 1) {
         const i64 e = base + threadIdx.x;
-        const bool push = pushes(a, entries, e);
+        const bool push = pushes(a, num_pages, entries, e);
         i64 tile;
         const i64 rank = block_exclusive(push, carry[turn], tile);
         if (push) a.free_ring[ring_position(a, done + rank)] = static_cast<int>(entries.page(e));
@@ -271,15 +271,17 @@ __device__ __forceinline__ void free_entries(const Args& a, const Entries& entri
     __syncthreads();
     for (i64 e = threadIdx.x; e < n; e += blockDim.x) {
         const i64 page = entries.page(e);
-        if (is_page(a, page)) atomicExch(&a.first_index[page], INT32_LARGEST);
+        if (is_page(page, num_pages)) atomicExch(&a.first_index[page], INT32_LARGEST);
     }
     if (a.slot_refs) lower_slot_refs(a, first, total);
-    if (threadIdx.x == 0) end_op(a, STATUS_OK);
 }
 
 extern "C" __global__ void __launch_bounds__(1024) free_page_ids(const Args a) {
-    free_entries(a, GivenEntries{a});
-    if (threadIdx.x < 32) post(a);
+    __shared__ i64 w[STATE_WORDS];
+    load_words(a, w);
+    __syncthreads();
+    free_entries(a, w, GivenEntries{a});
+    post(a, w);
 }
 
 // ---- free by table row ------------------------------------------------------------------------------------------
@@ -308,7 +310,8 @@ __device__ __forceinline__ int row_range(const Args& a, i64 i, i64& begin, i64& 
 
 // All or nothing: a row or column out of the table refuses the whole op.
 extern "C" __global__ void __launch_bounds__(1024) free_rows(const Args a) {
-    __shared__ i64 carry[2][32], breach;
+    __shared__ i64 w[STATE_WORDS], carry[2][32], breach;
+    load_words(a, w);
     if (threadIdx.x == 0) breach = NO_BREACH;
     __syncthreads();
     i64 total = 0;
@@ -330,26 +333,27 @@ extern "C" __global__ void __launch_bounds__(1024) free_rows(const Args a) {
     }
     __syncthreads();
     if (breach == NO_BREACH && total <= INT32_LARGEST) {
-        free_entries(a, RowEntries{a, total});
+        free_entries(a, w, RowEntries{a, total});
     } else if (threadIdx.x == 0) {
-        begin_op(a);
+        begin_op(a, w);
         if (breach != NO_BREACH) {
             i64 begin, end, value;
             row_range(a, breach >> 8, begin, end, value);
-            record(a, static_cast<int>(breach & 255), breach >> 8, value);
+            record(a, w, static_cast<int>(breach & 255), breach >> 8, value);
         } else {
-            record(a, BREACH_SUM, WHOLE_BATCH, total);
+            record(a, w, BREACH_SUM, WHOLE_BATCH, total);
         }
-        a.words[REFUSALS] += 1;
-        end_op(a, STATUS_REFUSED);
+        w[REFUSALS] += 1;
+        end_op(w, STATUS_REFUSED);
     }
-    if (threadIdx.x < 32) post(a);
+    post(a, w);
 }
 
 // One owner more for the page of each entry.
 extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const Args a) {
-    __shared__ i64 breach;
+    __shared__ i64 w[STATE_WORDS], breach;
     __shared__ int shared;
+    load_words(a, w);
     if (threadIdx.x == 0) {
         breach = NO_BREACH;
         shared = 0;
@@ -357,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const Args a)
     __syncthreads();
     for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
         const i64 page = a.seq.at(i);
-        if (!is_page(a, page))
+        if (!is_page(page, w[NUM_PAGES]))
             breach_at(&breach, i, BREACH_RANGE);
         else if (static_cast<volatile int*>(a.ref_count)[page] == 0)  // owners only grow here
             breach_at(&breach, i, BREACH_FREE_PAGE);
@@ -366,10 +370,10 @@ extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const Args a)
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        begin_op(a);
-        if (breach != NO_BREACH) record(a, static_cast<int>(breach & 255), breach >> 8, a.seq.at(breach >> 8));
-        a.words[SHARED] += shared;
-        end_op(a, STATUS_OK);
+        begin_op(a, w);
+        if (breach != NO_BREACH) record(a, w, static_cast<int>(breach & 255), breach >> 8, a.seq.at(breach >> 8));
+        w[SHARED] += shared;
+        end_op(w, STATUS_OK);
     }
-    if (threadIdx.x < 32) post(a);
+    post(a, w);
 }

@@ -49,19 +49,23 @@ extern "C" __global__ void __launch_bounds__(256) clear_pool(const Args a) {
         if (i < groups) a.touched_groups[i] = a.freed_groups[i] = 0;
     }
     if (blockIdx.x > 0 || threadIdx.x >= 32) return;
+    __shared__ i64 w[STATE_WORDS];
+    load_words(a, w);
+    __syncwarp();
     if (threadIdx.x == 0) {
-        i64* w = a.words;
-        begin_op(a);
+        begin_op(a, w);
         w[HEAD] = w[STAGED] = w[SHARED] = w[RET] = 0;
         w[NUM_PAGES] = w[FREE] = a.n;
         w[BREACH] = NO_BREACH;
-        end_op(a, STATUS_OK);
+        w[PLAN_PAGES] = w[PLAN_TOKENS] = w[PLAN_REFUSED] = w[TICKET] = 0;
+        end_op(w, STATUS_OK);
     }
-    post(a);
+    post(a, w);
 }
 
-// A backup is one array of int32: ring, reference counts, then the words HEAD .. SHARED and NUM_PAGES as int32.
-__device__ __forceinline__ constexpr int saved_word(int i) { return i < 4 ? i : NUM_PAGES; }
+// A backup is one array of int32: ring, reference counts, then these words.
+constexpr int SAVED = 5;
+__device__ constexpr Word SAVED_WORDS[SAVED] = {HEAD, FREE, STAGED, SHARED, NUM_PAGES};
 
 extern "C" __global__ void __launch_bounds__(256) backup_pool(const Args a) {
     int* saved = reinterpret_cast<int*>(a.out);
@@ -71,12 +75,15 @@ extern "C" __global__ void __launch_bounds__(256) backup_pool(const Args a) {
         saved[a.capacity + i] = a.ref_count[i];
     }
     if (blockIdx.x > 0 || threadIdx.x >= 32) return;
+    __shared__ i64 w[STATE_WORDS];
+    load_words(a, w);
+    __syncwarp();
     if (threadIdx.x == 0) {
-        begin_op(a);
-        for (int i = 0; i < 5; ++i) saved[2LL * a.capacity + 1 + i] = static_cast<int>(a.words[saved_word(i)]);
-        end_op(a, STATUS_OK);
+        begin_op(a, w);
+        for (int i = 0; i < SAVED; ++i) saved[2LL * a.capacity + 1 + i] = static_cast<int>(w[SAVED_WORDS[i]]);
+        end_op(w, STATUS_OK);
     }
-    post(a);
+    post(a, w);
 }
 
 extern "C" __global__ void __launch_bounds__(256) restore_pool(const Args a) {
@@ -87,21 +94,27 @@ extern "C" __global__ void __launch_bounds__(256) restore_pool(const Args a) {
         a.ref_count[i] = saved[a.capacity + i];
     }
     if (blockIdx.x > 0 || threadIdx.x >= 32) return;
+    __shared__ i64 w[STATE_WORDS];
+    load_words(a, w);
+    __syncwarp();
     if (threadIdx.x == 0) {
-        begin_op(a);
-        for (int i = 0; i < 5; ++i) a.words[saved_word(i)] = saved[2LL * a.capacity + 1 + i];
-        end_op(a, STATUS_OK);
+        begin_op(a, w);
+        for (int i = 0; i < SAVED; ++i) w[SAVED_WORDS[i]] = saved[2LL * a.capacity + 1 + i];
+        end_op(w, STATUS_OK);
     }
-    post(a);
+    post(a, w);
 }
 
 // An op that changes nothing: its mail is what the host wants.
 extern "C" __global__ void __launch_bounds__(32) refresh_pool(const Args a) {
+    __shared__ i64 w[STATE_WORDS];
+    load_words(a, w);
+    __syncwarp();
     if (threadIdx.x == 0) {
-        begin_op(a);
-        end_op(a, STATUS_OK);
+        begin_op(a, w);
+        end_op(w, STATUS_OK);
     }
-    post(a);
+    post(a, w);
 }
 
 // Appends a queued array to the free group's buffer, whatever its dtype and stride.

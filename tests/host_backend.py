@@ -104,7 +104,7 @@ class HostCudaBackend(CudaBackend):
 
     def _mapped(self, n):
         self.mailbox, address = self._zeros(n, np.int64)
-        return self.mailbox.data, address
+        return self.mailbox.data.cast("B").cast("Q"), address
 
     def vector(self, x, name):
         if not is_on_gpu(x) and not self.capturing:

@@ -45,7 +45,7 @@ class Script:
         ]
 
     def draw(self) -> tuple[Kind, dict]:
-        names = ["extend", "decode", "alloc", "free", "free", "free_pages", "free_segment", "retain", "rare"]
+        names = ["extend", "decode", "alloc", "free", "free", "free_pages", "free_segment", "retain", "rare", "rare"]
         if self.with_tables:
             names += ["step", "step", "step", "rows_to_free", "rows_to_free", "queue"]
         return getattr(self, "_" + str(self.rng.choice(names)))()
@@ -117,7 +117,7 @@ class Script:
         return Kind.RETAIN, {"entries": self._owned_pages(3)}
 
     def _rare(self):
-        kind = self.rng.choice(["sort", "clear", "backup", "restore", "refresh", "sort"])
+        kind = self.rng.choice(["sort", "clear", "backup", "restore", "restore", "refresh"])
         if kind == "clear":
             self.requests.clear()
             return Kind.CLEAR, {"num_pages": int(self.rng.integers(1, self.reference.capacity + 1))}

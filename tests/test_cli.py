@@ -89,6 +89,8 @@ def test_no_command_prints_help(run):
         (("replay", "--chunk", "0"), "chunk must be a whole number"),
         (("replay", "--max-running", "0"), "max_running must be a whole number"),
         (("replay", "--backend", "gpu"), "backend must be one of"),
+        (("replay", "--engine", "steam"), "engine must be one of slots, kv"),
+        (("replay", "--share-prefixes"), "share_prefixes needs hash_ids, which synthetic does not have"),
         (("replay", "no/such.csv"), "there is no file no/such.csv; name a log, or none for the built-in workload"),
         (("replay", "/"), "/: .*directory"),
         (("replay", "--plot", "no/such/plot.png"), "there is no folder no/such"),
@@ -305,6 +307,32 @@ def test_replay_digest_is_the_same_on_each_backend(run, trace):
         out = run("replay", trace, "--page-size", "16", "--backend", backend, "--json")[1]
         digests.add(json.loads(out)["results"][0]["digest"])
     assert len(digests) == 1
+
+
+def test_replay_engines_agree_in_what_requests_own(run, trace):
+    digests = set()
+    for engine in ("slots", "kv"):
+        code, out, _ = run("replay", trace, "--page-size", "16", "--engine", engine, "--verify", "--json")
+        assert code == 0
+        digests.add(json.loads(out)["results"][0]["owned_digest"])
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("engine", ["slots", "kv"])
+def test_replay_that_shares_prefixes(run, tmp_path, engine):
+    path = tmp_path / "shared.jsonl"
+    lines = [(0, [1, 2, 3]), (1000, [1, 2, 4])]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": 1100, "output_length": 2, "hash_ids": ids}) + "\n"
+            for at, ids in lines
+        )
+    )
+    code, out, _ = run("replay", str(path), "--page-size", "64", "--engine", engine, "--share-prefixes", "--verify")
+    assert code == 0
+    assert "note: page size 64, pool 400,000: 16 pages saved, 46.5% of the prompt tokens" in out
+    assert "no shared page was written" in out
+    assert ("engine kv" in out) == (engine == "kv")
 
 
 def test_replay_as_text(run, trace, tmp_path):

@@ -193,8 +193,11 @@ def test_ledger_follows_a_request_from_page_to_page():
     ledger.settle(0)
     ledger.take_back(0, np.array([4, 5, 6, 7, 12]))
     ledger.settle(2)
-    ledger.audit(np.array([3, 1]))
+    owners = np.array([0, 0, 1, 0])
+    ledger.audit(np.array([3, 1]), owners)
     with pytest.raises(VerificationError, match="page 3, slot 12, is in the free list twice"):
-        ledger.audit(np.array([3, 1, 3]))
+        ledger.audit(np.array([3, 1, 3]), owners)
     with pytest.raises(VerificationError, match="request -1, slot 16: page 4 is listed as free"):
-        ledger.audit(np.array([3, 1, 4]))
+        ledger.audit(np.array([3, 1, 4]), owners)
+    with pytest.raises(VerificationError, match="page 2, slot 8, has 1 owners, but the allocator counts 2"):
+        ledger.audit(np.array([3, 1]), owners * 2)

@@ -281,7 +281,9 @@ class CudaBackend(GpuBackend):
         if n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
             self._launch("alloc_small", 1, _threads(max(n, num_tokens)))
             return
-        self._launch("plan_requests", 1, _threads(n))
+        self._launch(
+            "plan_requests", max(1, -(-n // PLAN_THREADS)), PLAN_THREADS if n > PLAN_THREADS else _threads(n)
+        )
         if num_tokens:
             self._launch("write_slots", -(-num_tokens // TILE), TILE)
 
@@ -450,7 +452,7 @@ class CupyBackend(CudaBackend):
         self._pinned = self._cupy.cuda.PinnedMemory(8 * n, flags)
         words = (ctypes.c_longlong * n).from_address(self._pinned.ptr)
         ctypes.memset(self._pinned.ptr, 0, 8 * n)
-        return memoryview(words).cast("B").cast("q"), self._pinned.ptr
+        return memoryview(words).cast("B").cast("Q"), self._pinned.ptr
 
     def _native_zeros(self, shape: tuple[int, ...]) -> Any:
         return self._cupy.zeros(shape, np.int32)

@@ -54,7 +54,7 @@ class HostBackend:
         self.ref_count = np.zeros(num_pages + 1, np.int32)
         self.words = np.zeros(NUM_WORDS, np.int64)
         self.mailbox = np.zeros(MAIL_WORDS, np.int64)
-        self.mail = memoryview(self.mailbox.data)
+        self.mail = self.mailbox.data.cast("B").cast("Q")
         self.freed: set[int] = set()
         self.kind = Kind.CLEAR
         self.host_op = self.error_ack = self.quiet = 0

@@ -15,6 +15,7 @@ from cupaged.backends.host import HostBackend
 from cupaged.layout import (
     INT32_LARGEST,
     NUM_WORDS,
+    SAVED_WORDS,
     SKIPPED_PAGE,
     WHOLE_BATCH,
     Breach,
@@ -44,6 +45,7 @@ RANGE, FREE_PAGE, SHARED_PAGE, DOUBLE_FREE = map(
 )
 FRONT, BACK, STAGE = map(int, (Where.FRONT, Where.BACK, Where.STAGE))
 ROW, COLUMN = int(Breach.ROW), int(Breach.COLUMN)
+SAVED = tuple(map(int, SAVED_WORDS))
 DECODE, DECODE_STEP, TRIM = int(Kind.DECODE), int(Kind.DECODE_STEP), int(Kind.TRIM)
 
 
@@ -75,9 +77,10 @@ def record(words, setup, breach, index, value):
 def end_op(words, mailbox, status):
     words[STATUS] = status
     words[OK] = 1 if status == STATUS_OK else 0
+    number = words[OP] << 32
     for i in range(NUM_WORDS):
-        mailbox[1 + i] = words[i]
-    mailbox[0] = 2 * words[OP]
+        mailbox[i] = number | (words[i] & 0xFFFFFFFF)
+        mailbox[NUM_WORDS + i] = number | (words[i] >> 32 & 0xFFFFFFFF)
 
 
 @_kernel
@@ -514,7 +517,7 @@ def save(pages, words, mailbox, setup, saved):
     for i in range(n - 1):
         saved[i] = pages[RING, i]
     for i in range(5):
-        saved[2 * n - 1 + i] = words[i if i < 4 else NUM_PAGES]
+        saved[2 * n - 1 + i] = words[SAVED[i]]
     end_op(words, mailbox, STATUS_OK)
 
 
@@ -527,7 +530,7 @@ def load(pages, words, mailbox, setup, saved):
     for i in range(n - 1):
         pages[RING, i] = saved[i]
     for i in range(5):
-        words[i if i < 4 else NUM_PAGES] = saved[2 * n - 1 + i]
+        words[SAVED[i]] = saved[2 * n - 1 + i]
     end_op(words, mailbox, STATUS_OK)
 
 

@@ -30,7 +30,6 @@ from cupaged.layout import (
     INT32_LARGEST,
     MAIL_WORDS,
     NUM_WORDS,
-    STATE_WORDS,
     WHOLE_BATCH,
     Breach,
     Kind,
@@ -49,7 +48,6 @@ CONSTANTS = 16  # arguments that are one number: more than a few ops have
 RING, REFS, MARKS, FIRST_INDEX = range(4)  # rows of `pages`
 TOUCHED, GONE = 1, 2  # marks of a page: by the call that runs; freed, but not in the ring yet
 LOWEST, CAPACITY, PAGE_SIZE, STRICT, REFUSED_SLOT, ALL_WORDS = range(NUM_WORDS, NUM_WORDS + 6)
-assert ALL_WORDS == STATE_WORDS + 4
 
 # Plain integers: numba takes an enum's members as objects of their own.
 HEAD, FREE, STAGED, SHARED, OP = map(int, (Word.HEAD, Word.FREE, Word.STAGED, Word.SHARED, Word.OP))
@@ -368,30 +366,15 @@ def record(words, kind, breach, index, value):
         words[ERROR_VALUE] = value
 
 
-def _fence() -> Callable:
-    """``cuda.threadfence_system``, which the successor, up to 0.6, does not have."""
-    if cuda is None or not cuda.__name__.startswith("numba_cuda_mlir"):
-        return _device(lambda: cuda.threadfence_system())
-    from numba_cuda_mlir.cuda import experimental
-
-    return _device(lambda: experimental.inline_ptx("membar.sys;"))
-
-
-fence = _fence()
-
-
 @_device
 def end_op(words, mail, status):
-    """Post the words to the host, under a sequence that is odd meanwhile; one thread."""
+    """Post the words to the host; one thread. Cells carry the op's number, as in kernels_cu/common.cuh."""
     words[STATUS] = status
     words[OK] = 1 if status == STATUS_OK else 0
-    sequence = 2 * words[OP]
-    mail[0] = sequence - 1
-    fence()
+    number = words[OP] << 32
     for i in range(NUM_WORDS):
-        mail[1 + i] = words[i]
-    fence()
-    mail[0] = sequence
+        mail[i] = number | (words[i] & 0xFFFFFFFF)
+        mail[NUM_WORDS + i] = number | (words[i] >> 32 & 0xFFFFFFFF)
 
 
 @_device
@@ -963,7 +946,7 @@ def clear_pool(pages, words, mail, num_pages, host_op, error_ack, kind):
 
 @_device
 def saved_word(k):
-    return k if k < 4 else NUM_PAGES  # as in layout.SAVED_WORDS
+    return HEAD if k == 0 else FREE if k == 1 else STAGED if k == 2 else SHARED if k == 3 else NUM_PAGES
 
 
 @_kernel(_STATE, "int64[::1]", _VECTOR, _OP)
@@ -1087,7 +1070,7 @@ class NumbaCudaBackend(GpuBackend):
         self.words = cuda.to_device(constants)
         self.mailbox = cuda.mapped_array(MAIL_WORDS, np.int64, portable=True)
         self._mail_host: np.ndarray = self.mailbox._ary if SIMULATED else np.asarray(self.mailbox)
-        self.mail = self._mail_host.data
+        self.mail = self._mail_host.data.cast("B").cast("Q")
         self._nothing = cuda.device_array((1, 1), np.int32)
         self._no_counts = cuda.device_array(1, np.int32)
         self._numbers, self._numbers_used = self._empty(CONSTANTS, np.int64), 0

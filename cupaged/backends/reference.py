@@ -7,7 +7,17 @@ from typing import NamedTuple
 import numpy as np
 
 from cupaged.backends.host import HostBackend
-from cupaged.layout import INT32_LARGEST, SAVED_WORDS, SKIPPED_PAGE, WHOLE_BATCH, Breach, Status, Where, Word
+from cupaged.layout import (
+    INT32_LARGEST,
+    NUM_WORDS,
+    SAVED_WORDS,
+    SKIPPED_PAGE,
+    WHOLE_BATCH,
+    Breach,
+    Status,
+    Where,
+    Word,
+)
 
 __all__ = ["ReferenceBackend"]
 
@@ -309,8 +319,9 @@ class ReferenceBackend(HostBackend):
     def _end(self, status: Status) -> None:
         self.words[Word.STATUS] = status
         self.words[Word.OK] = status == Status.OK
-        self.mailbox[1:] = self.words
-        self.mailbox[0] = 2 * self.words[Word.OP]
+        number = int(self.words[Word.OP]) << 32
+        self.mailbox[:NUM_WORDS] = [number | int(word) & 0xFFFFFFFF for word in self.words]
+        self.mailbox[NUM_WORDS:] = [number | int(word) >> 32 & 0xFFFFFFFF for word in self.words]
 
     def backup(self) -> np.ndarray:
         self._begin()

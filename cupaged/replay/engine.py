@@ -9,109 +9,29 @@ token that it generates, allocated by `alloc_decode` in the steps after. The ord
   the head of those that wait. Older ones never wait for newer ones, so the oldest always ends.
 - After a retraction no prompt is gone on with until a request has ended: they would fight for the same pages.
 - What a request that ends holds is freed at the end of its last step.
+
+With a prefix cache, a prompt begins behind the longest prefix that the cache holds when it is its turn, and the
+cache keeps the full blocks of the prompts of requests that end. What no running request uses counts as room: it is
+given up, the least recently used first, before anybody is retracted.
 """
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
-from time import perf_counter
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from cupaged.geometry import pages_for, pages_taken
-from cupaged.interop import to_host
+from cupaged.replay.digests import OwnedDigest, SlotDigest
+from cupaged.replay.drivers import Ending, Engine
+from cupaged.replay.sharing import Block, PrefixCache
 from cupaged.replay.traces import Trace
 from cupaged.replay.verify import Ledger, VerificationError
 
 AHEAD = 16
 STEPS_A_REPORT = 64
-
-
-class SlotsEngine:
-    """The allocator's side of the engine: allocates for rows, and remembers which slots each row holds.
-
-    Parameters
-    ----------
-    allocator : PagedTokenToKVPoolAllocator
-        Where the slots come from; nobody else uses it.
-    rows, longest : int
-        Requests at a time, and tokens that any of them can reach.
-
-    Attributes
-    ----------
-    seconds : float
-        Time spent in calls of the allocator so far, as the host sees it.
-    allocations : int
-        Calls of `alloc_extend` and `alloc_decode` so far.
-    """
-
-    def __init__(self, allocator: Any, rows: int, longest: int):
-        self.allocator = allocator
-        self.seconds = 0.0
-        self.allocations = 0
-        # Token j of a row stands in column j + 1, so that column 0 is what `last_loc` is before any token.
-        self._stride = longest + 1
-        self._cells = np.empty(rows * self._stride, np.int64)
-        self._cells[:: self._stride] = -1
-
-    def free_pages(self) -> int:
-        """Pages that nobody owns."""
-        return self.allocator.available_size() // self.allocator.page_size
-
-    def free_list(self) -> np.ndarray:
-        """Ids of those pages."""
-        return to_host(self.allocator.free_pages)
-
-    def slots(self, row: int, length: int) -> np.ndarray:
-        """Slots of a row's first `length` tokens."""
-        start = row * self._stride + 1
-        return self._cells[start : start + length]
-
-    def decode(self, rows: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
-        """Allocate one slot a row, which then has `seq_lens` tokens; None if the pool is short."""
-        cells = rows * self._stride + seq_lens
-        slots = self._allocate(len(rows), self.allocator.alloc_decode, seq_lens, self._cells[cells - 1])
-        if slots is not None:
-            self._cells[cells] = slots
-        return slots
-
-    def extend(self, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
-        """Allocate the tokens from `before` to `after` of each row; None if the pool is short."""
-        total = int((after - before).sum())
-        last = self._cells[rows * self._stride + before]
-        slots = self._allocate(total, self.allocator.alloc_extend, before, after, last, total)
-        if slots is not None:
-            start = 0
-            for row, first, end in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
-                self.slots(row, end)[first:] = slots[start : start + end - first]
-                start += end - first
-        return slots
-
-    def release(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Free all that these rows hold."""
-        page_size = self.allocator.page_size
-        start = perf_counter()
-        with self.allocator.free_group():
-            for row, length in zip(rows, lengths, strict=True):
-                if length:
-                    self.allocator.free(self.slots(row, length), num_pages=pages_for(length, page_size))
-        self.seconds += perf_counter() - start
-
-    def _allocate(self, expected: int, call: Callable[..., Any], *arguments: Any) -> np.ndarray | None:
-        start = perf_counter()
-        slots = call(*arguments)
-        self.seconds += perf_counter() - start
-        self.allocations += 1
-        if slots is None:
-            return None
-        slots = to_host(slots)
-        if slots.shape != (expected,):
-            raise VerificationError(f"{call.__name__} returned shape {slots.shape} for {expected} tokens")
-        return slots
 
 
 class Running:
@@ -152,12 +72,14 @@ class Replayer:
         What comes in.
     order : numpy.ndarray
         Which of its requests, in order; each must fit the pool when it is alone.
-    engine : SlotsEngine
+    engine : Engine
         Where the slots come from.
     page_size, chunk, max_running : int
         Slots in a page; prompt tokens that one step prefills; requests that may hold slots at a time.
     step_s : float
         Seconds of the virtual clock that a step takes.
+    cache : PrefixCache, optional
+        Shares prefixes by the trace's `hash_ids`.
     ledger : Ledger, optional
         Proves each step.
 
@@ -165,48 +87,55 @@ class Replayer:
     ----------
     clocks, tokens, pages, seconds : array.array
         For each step that had work: its number on the clock, tokens held and pages owned before the requests
-        that end free theirs, and time in the allocator.
+        that end free theirs, and time in the allocator. A shared token or page counts once; what only the cache
+        holds does not count.
     steps, served, retractions, slots : int
         Steps that had work, requests that ended, retractions, and slots handed out.
+    looked_up, found_pages : int
+        Prompt tokens looked up in the cache, and pages found there: not allocated again.
+    evicted_pages, replaced_pages : int
+        Pages that the cache gave up, and pages of prompts that were computed twice at the same time, freed for
+        those that the cache held by then.
+    digest, owned : SlotDigest, OwnedDigest
+        Of the slots handed out, each step's prefills behind its decodes, and of what requests own.
     """
 
     def __init__(
         self,
         trace: Trace,
         order: np.ndarray,
-        engine: SlotsEngine,
+        engine: Engine,
         *,
         page_size: int,
         chunk: int,
         max_running: int,
         step_s: float,
+        cache: PrefixCache | None = None,
         ledger: Ledger | None = None,
     ):
-        self.engine, self.ledger = engine, ledger
+        self.engine, self.cache, self.ledger = engine, cache, ledger
         self.page_size, self.chunk, self.max_running = page_size, chunk, max_running
         self.steps = self.served = self.retractions = self.slots = 0
+        self.looked_up = self.found_pages = self.evicted_pages = self.replaced_pages = 0
         self.clocks, self.tokens, self.pages, self.seconds = array("q"), array("q"), array("q"), array("d")
         self._num_pages = engine.free_pages()
-        self._digest = hashlib.blake2b(digest_size=16)
+        self.digest, self.owned = SlotDigest(), OwnedDigest(self._num_pages, page_size)
 
         self._prompt, self._output = trace.prompt.tolist(), trace.output.tolist()
+        self._ids = [ids.tolist() for ids in trace.hash_ids or ()]
         self._coming = order.tolist()
         # Rounded, so that an arrival at k steps is not the k + 1st for the last bit of a float.
         self._arrives = np.ceil(np.round(trace.arrival[order] / step_s, 6)).astype(np.int64).tolist()
         self._came = 0
         self._clock = -1
-        self._tokens = 0
+        self._tokens = 0  # in pages that anybody owns, the cache included
 
         self._waiting: deque[int] = deque()
         self._begun: tuple[int, int, int] | None = None  # request, row, tokens: its prompt is not all there yet
         self._running = Running(max_running)
         self._rows = list(range(max_running))[::-1]
+        self._shared: dict[int, list[Block]] = {}  # what each row uses of the cache
         self._full = False  # a request was retracted, and none has ended since
-
-    @property
-    def digest(self) -> str:
-        """Hash of all slots handed out, as little-endian int64: each step's decodes, then its prefills."""
-        return self._digest.hexdigest()
 
     def run(self, progress: Callable[[int, int], object] | None = None) -> None:
         """Serve all requests; `progress` is told now and then how many have ended, and of how many."""
@@ -220,10 +149,19 @@ class Replayer:
             self._prove()
             if progress and self.steps % STEPS_A_REPORT == 0:
                 progress(self.served, len(self._coming))
-        if self.ledger:
-            self.ledger.audit(self.engine.free_list())
+        self._close()
         if progress:
             progress(self.served, len(self._coming))
+
+    def _close(self) -> None:
+        """Prove the last state, and that nothing is left of it when the cache is emptied."""
+        if not self.ledger:
+            return
+        self.ledger.audit(self.engine.free_list(), self.engine.owners())
+        if self.cache:
+            self._give_up(self.cache.evict(self._num_pages))
+            self.ledger.settle(self.engine.free_pages())
+            self.ledger.audit(self.engine.free_list(), self.engine.owners())
 
     def _tick(self) -> bool:
         """Move the clock to the next step that has work, and let in who has arrived; False at the end."""
@@ -244,7 +182,8 @@ class Replayer:
         if not running.count:
             return
         while (slots := self.engine.decode(running.row, running.length + 1)) is None:
-            self._retract_newest()
+            if not self._evict_for(pages_taken(running.length, running.length + 1, self.page_size)):
+                self._retract_newest()
         running.length += 1
         running.left -= 1
         self._hand_out(running.request, running.length - 1, running.length, slots)
@@ -260,7 +199,7 @@ class Replayer:
                 f"step {self._clock}: request {self._running.request[0]} is alone and fits the pool, "
                 f"but the allocator, with {self.engine.free_pages()} free pages, has no slot for it"
             )
-        self._release([request], [row], [length])
+        self._release([request], [row], [length], ended=False)
         self._waiting.appendleft(request)
         self._full = True
         self.retractions += 1
@@ -271,6 +210,7 @@ class Replayer:
             return
         request, row, before, after = np.ascontiguousarray(np.array(plan, np.int64).T)
         if (after > before).any():
+            self._evict_for(pages_taken(before, after, self.page_size))
             slots = self.engine.extend(row, before, after)
             if slots is None:
                 raise VerificationError(
@@ -288,24 +228,73 @@ class Replayer:
         if self._full or not (self._begun or self._waiting):
             return plan
         budget, holders = self.chunk, self._running.count
-        free = self.engine.free_pages() - self._pages_ahead()
+        free = self.engine.free_pages() + self._idle_pages() - self._pages_ahead()
+        shared: list[tuple[int, int, list[Block]]] = []
         while budget and holders < self.max_running and (self._begun or self._waiting):
             request, row, before = self._begun or (self._waiting[0], self._rows[-1], 0)
+            path = [] if self._begun or not self.cache else self.cache.find(self._ids[request], self._prompt[request])
+            before += sum(len(block.pages) for block in path) * self.page_size
             prompt = self._prompt[request]
             soon = prompt + min(AHEAD, self._output[request])
+            # Pages that were idle are room no more, once they are used.
             need = pages_for(soon, self.page_size) - pages_for(before, self.page_size)
+            need += sum(len(block.pages) for block in path if not block.users)
             if need > free:
                 break
             if not self._begun:
                 self._waiting.popleft()
                 self._rows.pop()
+                shared.append((request, row, path))
+                if self.cache:
+                    self.cache.acquire(path)
             after = min(prompt, before + budget)
             self._begun = (request, row, after) if after < prompt else None
             plan.append((request, row, before, after))
             budget -= after - before
             free -= need
             holders += 1
+        self._adopt(shared)
         return plan
+
+    def _adopt(self, shared: list[tuple[int, int, list[Block]]]) -> None:
+        """Let requests, in their rows, begin with what was found in the cache."""
+        if not self.cache:
+            return
+        self.looked_up += sum(self._prompt[request] for request, _, _ in shared)
+        rows, found = [], []
+        for request, row, path in shared:
+            pages = self.cache.pages(path)
+            if not len(pages):
+                self.cache.give_up(path)
+                continue
+            self._shared[row] = path
+            self.found_pages += len(pages)
+            rows.append(row)
+            found.append(pages)
+            if self.ledger:
+                self.ledger.share(request, pages)
+        if rows:
+            self.engine.adopt(rows, found)
+
+    def _idle_pages(self) -> int:
+        return self.cache.idle_pages if self.cache else 0
+
+    def _evict_for(self, need: int) -> bool:
+        """Free idle pages of the cache until `need` are free; False if that freed none."""
+        if not (self.cache and self.cache.idle_pages):
+            return False
+        pages = self.cache.evict(need - self.engine.free_pages())
+        self._give_up(pages)
+        self.evicted_pages += len(pages)
+        return bool(len(pages))
+
+    def _give_up(self, pages: np.ndarray) -> None:
+        if not len(pages):
+            return
+        if self.ledger:
+            self.ledger.evict(pages)
+        self.engine.evict(pages)
+        self._tokens -= len(pages) * self.page_size
 
     def _pages_ahead(self) -> int:
         """Pages that the running requests take for their next tokens."""
@@ -320,34 +309,60 @@ class Replayer:
         ends = ~goes_on
         request, row, length = (a[ends].tolist() for a in (running.request, running.row, running.length))
         running.keep(goes_on)
-        self._release(request, row, length)
+        self._release(request, row, length, ended=True)
         self.served += len(request)
         self._full = False
 
     def _hand_out(self, request: np.ndarray, before: np.ndarray, after: np.ndarray, slots: np.ndarray) -> None:
         if self.ledger:
             self.ledger.hand_out(request, before, after, slots)
-        self._digest.update(np.ascontiguousarray(slots, "<i8").data)
+        self.digest.add(slots)
+        self.owned.hand_out(request, before, after, slots)
         self._tokens += len(slots)
         self.slots += len(slots)
 
-    def _release(self, requests: list[int], rows: list[int], lengths: list[int]) -> None:
-        if self.ledger:
-            for request, row, length in zip(requests, rows, lengths, strict=True):
-                self.ledger.take_back(request, self.engine.slots(row, length))
-        self.engine.release(rows, lengths)
+    def _release(self, requests: list[int], rows: list[int], lengths: list[int], *, ended: bool) -> None:
+        endings = []
+        for request, row, length in zip(requests, rows, lengths, strict=True):
+            ending = self._ending(request, row, length, ended)
+            slots = self.engine.slots(row, length)
+            self.owned.end(request, slots, ending.shared)
+            if self.ledger:
+                if wrong := self.engine.wrong_table(row, length):
+                    raise VerificationError(f"step {self._clock}: request {request}, {wrong}")
+                self.ledger.take_back(request, slots)
+            endings.append(ending)
+        self.engine.release(endings)
         self._rows.extend(rows)
-        self._tokens -= sum(lengths)
+
+    def _ending(self, request: int, row: int, length: int, ended: bool) -> Ending:
+        """What a request leaves to the cache: nothing, if it was retracted."""
+        path = self._shared.pop(row, [])
+        shared = sum(len(block.pages) for block in path)
+        self._tokens -= length - shared * self.page_size
+        if not self.cache:
+            return Ending(row, length)
+        if not ended:
+            self.cache.give_up(path)
+            return Ending(row, length, shared)
+        cached, new = self.cache.insert(self._ids[request], self._prompt[request], self.engine.pages(row, length))
+        self.cache.give_up(path)
+        if self.ledger:
+            self.ledger.keep(request, new)
+        self._tokens += len(new) * self.page_size
+        self.replaced_pages += len(cached) - shared - len(new)
+        return Ending(row, length, shared, cached)
 
     def _record(self) -> None:
         self.steps += 1
+        idle = self._idle_pages()
         self.clocks.append(self._clock)
-        self.tokens.append(self._tokens)
-        self.pages.append(self._num_pages - self.engine.free_pages())
+        self.tokens.append(self._tokens - idle * self.page_size)
+        self.pages.append(self._num_pages - self.engine.free_pages() - idle)
 
     def _prove(self) -> None:
         if not self.ledger:
             return
         self.ledger.settle(self.engine.free_pages())
         if self.ledger.changed >= self._num_pages:
-            self.ledger.audit(self.engine.free_list())
+            self.ledger.audit(self.engine.free_list(), self.engine.owners())

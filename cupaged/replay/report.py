@@ -14,13 +14,14 @@ from rich.table import Table
 class ReplayResult:
     """Figures of one replay; ``dataclasses.asdict`` makes JSON of it.
 
-    "Held" is what requests own before those that end free theirs, so its peak is what the pool must have.
+    "Held" is what requests own before those that end free theirs, so its peak is what the pool must have. A page
+    that several of them own counts once; what only the prefix cache holds does not, since it is given up when asked.
     Means weigh all steps with work alike; idle time is skipped.
 
     Attributes
     ----------
-    trace, backend, device : str
-        What was replayed, and what ran it.
+    trace, engine, backend, device : str
+        What was replayed, what was driven, and what ran it.
     page_size, pool_tokens : int
         As asked for.
     requests, served, skipped : int
@@ -34,7 +35,7 @@ class ReplayResult:
     waste_mean, waste_peak, waste_share : float
         Slots of held pages without a token, and their mean as a share of the mean of held slots.
     allocations : int
-        Calls of `alloc_extend` and `alloc_decode`.
+        Calls that allocate.
     allocator_s, wall_s : float
         Time in the allocator's calls, as the host sees it, frees included, and of the whole replay.
     allocations_per_s, slots_per_s : float
@@ -42,9 +43,24 @@ class ReplayResult:
     step_p50_us, step_p99_us, step_max_us : float
         Time in the allocator per step.
     digest : str
-        Hash of all slots handed out, in order. The same on each backend.
+        Hash of all slots handed out, in order. The same on each backend, but not for each engine: they take
+        freed pages again in different orders.
+    owned_digest : str
+        Hash of what each request owned when it ended or was retracted: its tokens and pages, the layout of its
+        slots whatever its pages are called, and for whom each page was allocated. The same on each backend and for
+        each engine. `cupaged.replay.digests.OwnedDigest` says it to the bit.
     verified : bool
         Whether each step was proved.
+    shared : bool
+        Whether prompts shared prefixes. If not, the next four are 0.
+    pages_saved : int
+        Pages that requests found in the prefix cache and so did not allocate, over all that began or started over.
+    found_share : float
+        Their tokens, as a share of all prompt tokens of those.
+    pages_evicted : int
+        Pages that the cache gave up because the pool was short.
+    pages_replaced : int
+        Pages of prompts that several requests computed, freed at their end because the cache held others by then.
     notes : list of str
         What else to say: skipped requests, a log that had to be sorted.
     timeline : list of (float, float)
@@ -52,6 +68,7 @@ class ReplayResult:
     """
 
     trace: str
+    engine: str
     backend: str
     device: str
     page_size: int
@@ -77,7 +94,13 @@ class ReplayResult:
     step_p99_us: float
     step_max_us: float
     digest: str
+    owned_digest: str
     verified: bool
+    shared: bool
+    pages_saved: int
+    found_share: float
+    pages_evicted: int
+    pages_replaced: int
     notes: list[str]
     timeline: list[tuple[float, float]]
 
@@ -92,7 +115,8 @@ def table(results: Sequence[ReplayResult]) -> Table:
     """
     first = results[0]
     pools = {r.pool_tokens for r in results}
-    title = f"{first.trace} on {first.backend}: {first.requests:,} requests, {first.tokens:,} tokens"
+    driven = "" if first.engine == "slots" else f", engine {first.engine}"
+    title = f"{first.trace} on {first.backend}{driven}: {first.requests:,} requests, {first.tokens:,} tokens"
     out = Table(
         title=title if len(pools) > 1 else f"{title}\nin a pool of {first.pool_tokens:,} slots",
         caption="waste: held slots without a token; us: in the allocator, per step",

@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from cupaged.kv import KVAllocator
 from cupaged.paged import PagedTokenToKVPoolAllocator
-from cupaged.replay.engine import Replayer, SlotsEngine
+from cupaged.replay.drivers import Engine, KvEngine, SlotsEngine
+from cupaged.replay.engine import Replayer
 from cupaged.replay.report import ReplayResult
+from cupaged.replay.sharing import PrefixCache
 from cupaged.replay.traces import Trace
 from cupaged.replay.verify import Ledger
 
+ENGINES = ("slots", "kv")
 POINTS = 500  # of the timeline
 NAMED = 3  # skipped requests, of many
 
@@ -24,6 +28,8 @@ def replay(
     page_size: int,
     pool_tokens: int,
     *,
+    engine: str = "slots",
+    share_prefixes: bool = False,
     backend: str = "auto",
     device: Any = "auto",
     step_ms: float = 25.0,
@@ -40,6 +46,11 @@ def replay(
         From `read_trace` or `synthetic`.
     page_size, pool_tokens : int
         Slots in a page, and slots in the pool: ``pool_tokens // page_size`` pages.
+    engine : {"slots", "kv"}
+        What is driven: `PagedTokenToKVPoolAllocator`, or `KVAllocator` with whole steps over its page tables.
+    share_prefixes : bool
+        Let prompts that begin alike, by the trace's `hash_ids`, share the pages of their whole blocks: requests
+        leave these to a cache when they end, which gives up the least recently used when the pool is short.
     backend, device : optional
         As for `PagedTokenToKVPoolAllocator`.
     step_ms : float
@@ -50,7 +61,8 @@ def replay(
     max_running : int
         Requests that may hold slots at a time.
     verify : bool
-        Prove at every step that no slot has two owners and no page is lost.
+        Prove at every step that no slot is written for two requests, no shared page is written at all, and no page
+        is lost; and, less often, that the allocator counts the owners of each page right.
     progress : callable, optional
         Called now and then with the number of requests that have ended, and of those that will have.
 
@@ -62,29 +74,29 @@ def replay(
     Raises
     ------
     ValueError
-        For an argument that makes no sense; the message names it.
+        For an argument that makes no sense, or prefixes to share in a trace without `hash_ids`; the message names it.
     VerificationError
         If the allocator broke its contract.
     """
     _check_arguments(trace, page_size, pool_tokens, step_ms, chunk, max_running)
+    _check_choices(trace, engine, share_prefixes)
     lengths = trace.prompt + trace.output
     fits = -(-lengths // page_size) <= pool_tokens // page_size
     order = np.flatnonzero(fits)
     rows = min(max_running, max(1, len(order)))
-    allocator = PagedTokenToKVPoolAllocator(
-        pool_tokens, page_size, backend=backend, device=device, max_batch=max(8192, rows)
-    )
-    allocator.warmup()
-    engine = SlotsEngine(allocator, rows, int(lengths[order].max(initial=0)))
-    ledger = Ledger(allocator.num_pages, page_size, len(trace)) if verify else None
+    longest = int(lengths[order].max(initial=0))
+    driver = _driver(engine, page_size, pool_tokens, rows, longest, share_prefixes, backend, device)
+    allocator, num_pages = driver.allocator, driver.free_pages()
+    ledger = Ledger(num_pages, page_size, len(trace)) if verify else None
     replayer = Replayer(
         trace,
         order,
-        engine,
+        driver,
         page_size=page_size,
         chunk=chunk,
         max_running=rows,
         step_s=step_ms / 1000,
+        cache=PrefixCache(page_size) if share_prefixes else None,
         ledger=ledger,
     )
     start = perf_counter()
@@ -93,8 +105,12 @@ def replay(
     allocator.check()
     if verify:
         allocator.check_integrity()
+    notes = [*trace.notes, *_skipped(trace, lengths, ~fits, pool_tokens)]
+    if share_prefixes:
+        notes.append(_saved(replayer, page_size, pool_tokens))
     return ReplayResult(
         trace=trace.name,
+        engine=engine,
         backend=allocator.backend.name,
         device=allocator.device,
         page_size=page_size,
@@ -106,17 +122,57 @@ def replay(
         slots=replayer.slots,
         steps=replayer.steps,
         retractions=replayer.retractions,
-        allocations=engine.allocations,
-        allocator_s=engine.seconds,
+        allocations=driver.allocations,
+        allocator_s=driver.seconds,
         wall_s=wall_s,
-        allocations_per_s=_ratio(engine.allocations, engine.seconds),
-        slots_per_s=_ratio(replayer.slots, engine.seconds),
-        digest=replayer.digest,
+        allocations_per_s=_ratio(driver.allocations, driver.seconds),
+        slots_per_s=_ratio(replayer.slots, driver.seconds),
+        digest=replayer.digest.text,
+        owned_digest=replayer.owned.text,
         verified=verify,
-        notes=[*trace.notes, *_skipped(trace, lengths, ~fits, pool_tokens)],
-        **_held(replayer, page_size, allocator.num_pages, step_ms / 1000),
+        shared=share_prefixes,
+        pages_saved=replayer.found_pages,
+        found_share=_ratio(replayer.found_pages * page_size, replayer.looked_up),
+        pages_evicted=replayer.evicted_pages,
+        pages_replaced=replayer.replaced_pages,
+        notes=notes,
+        **_held(replayer, page_size, num_pages, step_ms / 1000),
         **_times(replayer),
     )
+
+
+def _driver(
+    engine: str,
+    page_size: int,
+    pool_tokens: int,
+    rows: int,
+    longest: int,
+    sharing: bool,
+    backend: str,
+    device: Any,
+) -> Engine:
+    """Make a warm allocator of the kind that is asked for, and what drives it."""
+    if engine == "slots":
+        allocator = PagedTokenToKVPoolAllocator(
+            pool_tokens, page_size, backend=backend, device=device, max_batch=max(8192, rows)
+        )
+        allocator.warmup()
+        return SlotsEngine(allocator, rows, longest, sharing=sharing)
+    # Its size counts page 0.
+    slots = (pool_tokens // page_size + 1) * page_size
+    kv = KVAllocator(slots, device, rows, max(1, longest), page_size, backend=backend)
+    kv.warmup()
+    return KvEngine(kv, rows, longest, sharing=sharing)
+
+
+def _check_choices(trace: Trace, engine: str, share_prefixes: bool) -> None:
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    if share_prefixes and trace.hash_ids is None:
+        raise ValueError(
+            f"share_prefixes needs hash_ids, which {trace.name} does not have: they say which prompts begin alike, "
+            "as in Mooncake's traces"
+        )
 
 
 def _check_arguments(
@@ -142,6 +198,16 @@ def _skipped(trace: Trace, lengths: np.ndarray, which: np.ndarray, pool_tokens: 
     named = [f"line {trace.lines[i]} ({lengths[i]:,} tokens)" for i in np.flatnonzero(which)[:NAMED]]
     more = f" and {count - NAMED} more" if count > NAMED else ""
     return [f"{count} skipped, longer than the pool of {pool_tokens:,} tokens: {', '.join(named)}{more}"]
+
+
+def _saved(replayer: Replayer, page_size: int, pool_tokens: int) -> str:
+    """Say what sharing was good for."""
+    share = _ratio(replayer.found_pages * page_size, replayer.looked_up)
+    return (
+        f"page size {page_size}, pool {pool_tokens:,}: {replayer.found_pages:,} pages saved, {share:.1%} of the "
+        f"prompt tokens were in the prefix cache; {replayer.evicted_pages:,} pages evicted, "
+        f"{replayer.replaced_pages:,} computed twice and replaced"
+    )
 
 
 def _held(replayer: Replayer, page_size: int, num_pages: int, step_s: float) -> dict[str, Any]:
