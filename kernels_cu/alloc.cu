@@ -2,6 +2,8 @@
 // block; for larger ones a second kernel writes, so that no block commits what another still reads.
 #include "common.cuh"
 
+constexpr int WRITE_THREADS = 256;
+
 struct Request {
     i64 prefix, seq, last, row;
     bool padding;
@@ -275,26 +277,49 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_requests(const A
     post(a, w);
 }
 
+// Last request that begins at or before `token`: all threads of the block look at once, each at the end of its share
+// of what is left, since a binary search would be a chain of loads.
+__device__ __forceinline__ i64 request_of_block(const Args& a, i64 token) {
+    i64 low = 0, count = a.n;
+    while (count > 1) {
+        const i64 share = (count + blockDim.x - 1) / blockDim.x;
+        const i64 at = low + share * threadIdx.x;
+        const int begun = __syncthreads_count(share * threadIdx.x < count && a.plan_tokens[at] <= token);
+        const i64 skipped = share * (begun - 1);  // request `low` has always begun
+        low += skipped;
+        count = count - skipped < share ? count - skipped : share;
+    }
+    return low;
+}
+
 // A tile of the output a block, so that one long request is spread over the whole GPU.
-extern "C" __global__ void __launch_bounds__(256) write_slots(const Args a) {
-    __shared__ i64 low, high;
+extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const Args a) {
+    __shared__ int begins[2 * WRITE_THREADS];
     const i64 begin = static_cast<i64>(blockIdx.x) * blockDim.x;
     const i64 granted = a.words[OK] ? a.words[TOKENS] : 0;
     const i64 end = begin + blockDim.x < granted ? begin + blockDim.x : granted;
-    if (begin < end) {
-        if (threadIdx.x == 0) low = request_of(a.plan_tokens, begin, 0, a.n - 1);
-        if (threadIdx.x == 32) high = request_of(a.plan_tokens, end - 1, 0, a.n - 1);
+    const bool one_each = a.kind == KIND_DECODE || a.kind == KIND_DECODE_STEP;
+    i64 low = 0, high = 0;
+    if (begin < end && !one_each) {
+        low = request_of_block(a, begin);
+        high = low + 2 * WRITE_THREADS <= a.n ? low + 2 * WRITE_THREADS - 1 : a.n - 1;
+        // a tile's requests follow `low`, with only those in between that have no tokens
+        for (i64 i = low + threadIdx.x; i <= high; i += blockDim.x) begins[i - low] = a.plan_tokens[i];
+        __syncthreads();
     }
-    __syncthreads();
     const i64 token = begin + threadIdx.x;
     if (token >= a.num_tokens) return;
     if (token >= granted) {
         put_slot(a, token, a.refused_slot);
         return;
     }
-    const i64 i = request_of(a.plan_tokens, token, low, high);
+    i64 i = token;
+    if (!one_each) {
+        i = low + request_of(begins, token, 0, high - low);
+        if (i == high && high < a.n - 1) i = request_of(a.plan_tokens, token, high, a.n - 1);
+    }
     const Request r = load_request(a, i);
-    const i64 j = token - a.plan_tokens[i];
+    const i64 j = one_each ? 0 : token - a.plan_tokens[i];
     write_token(a, token, r, j, r.padding ? 0 : slot_of(a, r, a.words[FIRST], a.plan_pages[i], j, nullptr, 0));
 }
 

@@ -20,7 +20,7 @@ from cupaged.backends import numba_cuda
 from cupaged.backends.numba_cuda import KERNELS, SIMULATED, NumbaCudaBackend
 from cupaged.errors import CaptureError
 from cupaged.interop import to_host
-from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind, Where, Word
+from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind, Where, Word, unpack_mail
 from tests.test_backends import play
 
 ROOT = Path(__file__).parent.parent
@@ -173,8 +173,8 @@ def test_the_mail_is_the_words():
     assert words.shape == (NUM_WORDS,)
     mail = backend.mail.tolist()
     assert len(mail) == MAIL_WORDS
-    assert mail[0] == 2 * words[Word.OP] == 6
-    assert mail[1:] == words.tolist()
+    assert [cell >> 32 for cell in mail] == [words[Word.OP]] * MAIL_WORDS == [3] * MAIL_WORDS
+    assert unpack_mail(mail) == words.tolist()
     assert words[Word.HOST_OP] == 3
     assert to_host(result).tolist() == list(range(12, 20))
     backend.kind, backend.host_op = Kind.REFRESH, 0  # as in a captured graph

@@ -16,6 +16,7 @@ from cupaged.paged import PagedTokenToKVPoolAllocator
 from cupaged.replay import ReplayResult, Trace, VerificationError, replay, synthetic
 from cupaged.replay.sharing import BLOCK, PrefixCache
 from cupaged.replay.verify import Ledger
+from tests.host_backend import variant
 
 ENGINES = ("slots", "kv")
 
@@ -222,6 +223,15 @@ def test_sharing_is_the_same_on_host_backends(engine):
     assert runs[0].pages_evicted > 0
     assert runs[0].digest == runs[1].digest
     assert runs[0].owned_digest == runs[1].owned_digest
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sharing_is_the_same_on_the_cuda_sources(engine, monkeypatch):
+    host = run(conversations(), 64, 160, engine)
+    monkeypatch.setattr(backends, "pick", lambda *_: variant("random"))
+    cuda = run(conversations(), 64, 160, engine)
+    assert (cuda.backend, cuda.device) == ("cupy", "cuda:0")
+    assert (host.digest, host.owned_digest) == (cuda.digest, cuda.owned_digest)
 
 
 @pytest.mark.gpu
