@@ -174,7 +174,8 @@ class PoolAllocator:
                 check_lengths(before, after, None if prefix is None else num_tokens - padding_tokens)
                 if self._on_gpu:
                     least = most = pages_taken(before, after, size)
-            result, slots = self._output(library, num_tokens, out)
+            read = [v for v in (row_vector, prefix_vector, seq_vector) if v is not None]
+            result, slots = self._output(library, num_tokens, out, *read)
             granted = self.pool.allocate(
                 kind,
                 least,
@@ -291,11 +292,18 @@ class PoolAllocator:
 
     # ---- results -----------------------------------------------------------------------------------------------
 
-    def _output(self, library: str, n: int, out: Any) -> tuple[Any, Any]:
+    def _output(self, library: str, n: int, out: Any, *read: Any, in_place: Any = None) -> tuple[Any, Any]:
+        """A result's array, new or the caller's, which may be `in_place` but overlap nothing else that is read."""
         self._check_capture(out)
         if out is None:
             return self.backend.output(library, n)
-        return out, self.backend.given_output(out, n)
+        slots = self.backend.given_output(out, n)
+        for vector in read:
+            if self.backend.overlaps(vector, slots, n):
+                raise ValueError("out must not overlap an argument that is read: slots would be taken for lengths")
+        if in_place is not None and self.backend.overlaps(in_place, slots, n, same_is_fine=True):
+            raise ValueError("out may be last_loc itself, but must not overlap it in part")
+        return out, slots
 
     def _check_capture(self, out: Any) -> None:
         if out is None and self.pool.capturing:
@@ -409,7 +417,10 @@ def whole(name: str, value: Any, least: int) -> int:
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    number = value.__index__()
+    try:
+        number = value.__index__()
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__} {value}") from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}")
     return number

@@ -49,22 +49,23 @@ def check_lengths(prefix_lens: np.ndarray, seq_lens: np.ndarray, num_tokens: int
     num_tokens : int or None
         What their differences must sum to; None for a decode, whose `seq_lens` must be at least 1.
     """
+    if num_tokens is None and seq_lens.size and int(seq_lens.min()) < 1:
+        i = int(seq_lens.argmin())
+        raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, but a decode needs at least 1")
     if seq_lens.size == 0:
         total = 0
     else:
         least, most = int(prefix_lens.min()), int(seq_lens.max())
         if least < 0:
             i = int(prefix_lens.argmin())
-            if num_tokens is None:
-                raise ValueError(f"seq_lens[{i}] is {least + 1}, but a decode needs at least 1")
             raise ValueError(f"prefix_lens[{i}] is {least}, but a length cannot be negative")
-        new = seq_lens - prefix_lens
-        if int(new.min()) < 0:
-            i = int(new.argmin())
+        shrinks = seq_lens < prefix_lens
+        if shrinks.any():
+            i = int(shrinks.argmax())
             raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, less than prefix_lens[{i}], {prefix_lens[i]}")
         if most > INT32_LARGEST:
             i = int(seq_lens.argmax())
             raise ValueError(f"seq_lens[{i}] is {most}, but a request has at most 2**31 - 1 tokens")
-        total = int(new.sum(dtype=np.int64))
+        total = int((seq_lens - prefix_lens).sum(dtype=np.int64))
     if num_tokens is not None and total != num_tokens:
         raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")

@@ -62,7 +62,7 @@ def parse_device(device: Any) -> tuple[str, int | None]:
     kind, _, number = str(device).partition(":")
     if kind in ("auto", "cpu") and (not number or kind == "cpu"):
         return kind, None
-    if kind == "cuda" and (not number or number.isdigit()):
+    if kind == "cuda" and (not number or number.isdecimal()):
         return "cuda", int(number) if number else None
     raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {device!r}")
 
@@ -126,7 +126,10 @@ def _as_numpy(x: Any, name: str) -> np.ndarray:
     if is_on_gpu(x):
         raise ValueError(f"{name} is on a GPU, but this allocator is on the CPU")
     if library_of(x) == "torch":
-        return x.detach().numpy()
+        try:
+            return x.detach().numpy()
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise TypeError(f"{name} must be a torch tensor with numbers on the CPU: {error}") from None
     if hasattr(x, "__dlpack__"):
         return np.from_dlpack(x)
     if hasattr(x, "__array_interface__") or hasattr(x, "__array__"):
@@ -141,6 +144,8 @@ def _from_list(x: Sequence, name: str) -> np.ndarray:
         array = np.array(x)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{name} must be a flat list of integers: {error}") from None
+    if array.dtype.kind in "Of" and all(isinstance(n, int) for n in x) and not any(isinstance(n, bool) for n in x):
+        raise ValueError(f"{name} holds an integer that does not fit int64")
     if array.dtype.kind == "b" or array.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
     if array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1:

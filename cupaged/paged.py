@@ -152,7 +152,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             self._check_capture(None)
             if pages > self.num_pages:
                 if self.need_sort:
-                    self.backend.sort_free(pages)
+                    self.backend.sort_free(self.num_pages + 1)
                 return None
             result, slots = self.backend.output(library, need_size)
             granted = self.pool.allocate(Kind.ALLOC, pages, pages, pages, self.backend.alloc_pages, pages, slots)
@@ -224,9 +224,11 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             sort_bound = num_tokens // self.page_size + batch + 1
             if host_prefix is not None and host_seq is not None:
                 check_lengths(host_prefix, host_seq, num_tokens)
-                if self._on_gpu:
+                if self._on_gpu or prefix_lens_cpu is not None or seq_lens_cpu is not None:
                     least = most = pages_taken(host_prefix, host_seq, self.page_size)
-            result, slots = self._output(library, num_tokens, out)
+            if least > self.num_pages and not self.pool.capturing:
+                return self._finish(self.pool.refuse(sort_bound))
+            result, slots = self._output(library, num_tokens, out, prefix, seq, last)
             granted = self.pool.allocate(
                 Kind.EXTEND, least, most, sort_bound, backend.alloc_extend, prefix, seq, last, num_tokens, slots
             )
@@ -275,9 +277,9 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             if host_seq is not None:
                 if batch:
                     check_lengths(host_seq - 1, host_seq, None)
-                if self._on_gpu:
+                if self._on_gpu or seq_lens_cpu is not None:
                     least = most = int(((host_seq - 1) % self.page_size == 0).sum())
-            result, slots = self._output(library, batch, out)
+            result, slots = self._output(library, batch, out, seq, in_place=last)
             granted = self.pool.allocate(Kind.DECODE, least, most, batch, backend.alloc_decode, seq, last, slots)
             return self._finish(result if granted else None)
         finally:
@@ -303,7 +305,8 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
         free_index : array of int32 or int64, shape (n,)
             Slots in any order, with any repetition.
         num_pages : int, optional
-            The caller's count of the pages that they touch. It keeps the host's figure exact without a wait.
+            The caller's count of the pages that they touch. It keeps the host's figure exact without a wait. In a
+            group a page that several calls touch is counted by one of them only.
 
         Notes
         -----
@@ -314,8 +317,11 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             num_pages = whole("num_pages", num_pages, 0)
         vector = self._enter_free(free_index, "free_index")
         try:
-            if self.backend.length(vector) == 0:
+            n = self.backend.length(vector)
+            if n == 0:
                 return
+            if num_pages is not None and not 1 <= num_pages <= n:
+                raise ValueError(f"num_pages must be between 1 and the {n} slots given, not {num_pages}")
             if self._group is not None:
                 self._group.add_slots(self.backend.queue(vector), num_pages)
                 return
@@ -402,14 +408,17 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
     def _free_slots(self, vectors: list[Any], counts: list[int | None]) -> None:
         """End calls of `free`: one launch while no page has two owners, else each call for itself."""
         if len(vectors) > 1 and not self.pool.may_share():
-            total = sum(n for n in counts if n is not None) if None not in counts else None
-            vectors, counts = [self.backend.queued(vectors)], [total]
-        base = 0
+            least = sum(n or 0 for n in counts) or 1
+            most = sum(self.backend.length(v) if n is None else n for v, n in zip(vectors, counts, strict=True))
+            vector = self.backend.queued(vectors)
+            self.pool.run(Kind.FREE, least, most, self.backend.free_slots, vector, True, 0)
+            return
+        base = most = 0
         for i, (vector, count) in enumerate(zip(vectors, counts, strict=True)):
             n = self.backend.length(vector)
-            most = n if count is None else count
             certain = 0 if self.pool.may_share() else min(n, 1) if count is None else count
             push = i == len(vectors) - 1
+            most += n if count is None else count
             self.pool.run(Kind.FREE, certain, most, self.backend.free_slots, vector, push, base)
             base += n
 
@@ -430,10 +439,12 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
 
     def free_group_end(self) -> None:
         """Free what was queued: slots as one ascending set, then page ids ahead of them. No group: nothing."""
-        group, self._group = self._group, None
+        group = self._group
         if group is None or not (group.slots or group.pages):
+            self._group = None
             return
-        self.pool.enter("")
+        self.pool.enter("", raising=False)  # what is queued must not be lost
+        self._group = None
         try:
             if group.slots:
                 self._free_slots(group.slots, group.counts)
@@ -442,6 +453,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
                 kind = Kind.FREE_PAGES if divisor == 1 else Kind.FREE_SEGMENT
                 self._push_entries(entries, divisor, kind, self.backend.length(entries))
             self._finish(None)
+            self.pool.raise_recorded()
         finally:
             self.pool.leave()
 
@@ -460,6 +472,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
         """Copy the whole state, reference counts too, for `restore_state`."""
         self.pool.enter("")
         try:
+            self.pool.refuse_capture("backup_state()")
             return self.size, self.num_pages, self.pool.backup()
         finally:
             self.pool.leave()
@@ -476,8 +489,11 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             raise TypeError(f"state must come from backup_state(), not {type(state).__name__}")
         if state[2].capacity != self.pool.capacity:
             raise ValueError("state comes from a pool of another capacity")
+        if state[0] // self.page_size != state[1]:
+            raise ValueError(f"state comes from a pool of another page_size than {self.page_size}")
         self.pool.enter("")
         try:
+            self.pool.refuse_capture("restore_state()")
             self.pool.restore(state[2], state[1])
             self.size, self.num_pages = state[:2]
             self._group = None
@@ -509,6 +525,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             raise ValueError(f"size must be between {self.page_size} and {most}, what was made, not {size}")
         self.pool.enter("")
         try:
+            self.pool.refuse_capture("clear() or resize()")
             self.pool.clear(num_pages)
             self.size, self.num_pages, self._group = size, num_pages, None
         finally:

@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,7 @@ class PagePool:
 
     # ---- mutating calls ----------------------------------------------------------------------------------------
 
-    def enter(self, library: str) -> None:
+    def enter(self, library: str, raising: bool = True) -> None:
         """Begin a mutating call: one at a time, ordered on the caller's stream, recorded errors first."""
         if not self._lock.acquire(blocking=False):
             raise ConcurrentCallError("another call is changing this allocator; serialise the calls of your threads")
@@ -134,13 +135,19 @@ class PagePool:
             self.capturing = self.backend.enter(library)
             if self.capturing:
                 self.captured = True
+                self._refreshed_op = -1  # whatever was known, replays may change
             elif self._mail[0] >> 32 != self._sequence:
                 self._read_mail()
-            if self._deferred is not None and self.errors == "raise" and not self.capturing:
-                self._raise_deferred()
+            if raising:
+                self.raise_recorded()
         except BaseException:
             self.leave()
             raise
+
+    def raise_recorded(self) -> None:
+        """Raise what the mail that was read so far tells of, unless errors are deferred."""
+        if self._deferred is not None and self.errors == "raise" and not self.capturing:
+            self._raise_deferred()
 
     def leave(self) -> None:
         """End a mutating call."""
@@ -156,6 +163,21 @@ class PagePool:
         self._op = backend.host_op = self._op + 1
         return self._op
 
+    def _launch(self, launch: Callable[..., Any], *args: Any) -> Any:
+        """Launch an op that has begun; one that failed must not be waited for."""
+        try:
+            return launch(*args)
+        except BaseException:
+            if not self.capturing:
+                self._op -= 1
+            raise
+
+    def refuse(self, sort_bound: int) -> None:
+        """Say None where the whole pool would be too small."""
+        if self.backend.need_sort:
+            self.backend.sort_free(min(sort_bound, self.num_pages + 1))
+        self._host_refusals += 1
+
     def allocate(
         self, kind: Kind, least: int, most: int, sort_bound: int, launch: Callable[..., None], *args: Any
     ) -> bool:
@@ -168,12 +190,8 @@ class PagePool:
             backend.sort_free(sort_bound)
         if self.capturing:
             self._begin(kind)
-            launch(*args)
+            self._launch(launch, *args)
             return True
-        if backend.synchronous:
-            self._begin(kind, quiet=True)
-            launch(*args)
-            return self._read_mail() != Status.SHORT
         fits = most <= self.at_least and self._bounds_hold()
         if not fits:
             exact = self._exact_free()
@@ -182,14 +200,14 @@ class PagePool:
                 return False
             fits = most <= exact
         op = self._begin(kind, quiet=not fits)
-        launch(*args)
+        self._launch(launch, *args)
         self._expect(op, -most, -least, -most)
         return fits or self._wait(op) != Status.SHORT
 
     def run(self, kind: Kind, at_least: int, at_most: int, launch: Callable[..., None], *args: Any) -> None:
         """Run an op that gives back `at_least` to `at_most` pages, or changes nothing."""
         op = self._begin(kind)
-        launch(*args)
+        self._launch(launch, *args)
         if kind is Kind.RETAIN:
             self._last_retain = self._op
         if op:
@@ -200,7 +218,7 @@ class PagePool:
         """Make pages 1 .. num_pages free, in order, and forget all owners."""
         self.num_pages = num_pages
         op = self._begin(Kind.CLEAR)
-        self.backend.clear(num_pages)
+        self._launch(self.backend.clear, num_pages)
         self._reset_bounds(op, num_pages, num_pages)
 
     def backup(self) -> PoolState:
@@ -211,27 +229,27 @@ class PagePool:
             at_least, at_most = 0, self.num_pages
         may_share = self.may_share()
         op = self._begin(Kind.BACKUP)
-        saved = self.backend.backup()
+        saved = self._launch(self.backend.backup)
         self._expect(op, 0, 0, 0)
         return PoolState(saved, self.capacity, at_least, at_most, may_share)
 
     def restore(self, state: PoolState, num_pages: int) -> None:
         """Put a copied state back; op numbers go on."""
         op = self._begin(Kind.RESTORE)
-        self.backend.restore(state.saved)
+        self._launch(self.backend.restore, state.saved)
         self.num_pages = num_pages
         self._reset_bounds(op, state.at_least, state.at_most, state.may_share)
 
     def refresh(self) -> None:
         """Wait for the device and make the bounds exact."""
-        self._need_eager("refresh")
+        self.refuse_capture("refresh()")
         self._op_refresh()
+        self._refreshed_op = self._op
 
     def _op_refresh(self) -> None:
         op = self._begin(Kind.REFRESH)
-        self.backend.refresh()
+        self._launch(self.backend.refresh)
         self._wait(op)
-        self._refreshed_op = op
 
     def sort(self) -> None:
         """Merge the staged pages with the front, ascending."""
@@ -350,22 +368,35 @@ class PagePool:
     def _exact_free(self) -> int:
         """Free pages, staged ones included; waits only if the figure is not known."""
         if self.at_least != self.at_most or not self._bounds_hold():
-            if self.captured:
-                self._op_refresh()
-            else:
-                self._wait(self._op)
+            self._settle(self.captured or self._replays_noted)
         return self.at_least
+
+    def _settle(self, unseen: bool) -> None:
+        """Wait for all queued ops; `unseen`: and for what no mail of theirs may tell of."""
+        if unseen:
+            self._op_refresh()
+        else:
+            self._wait(self._op)
 
     # ---- read-only ---------------------------------------------------------------------------------------------
 
     def _elsewhere(self) -> bool:
         return threading.get_ident() != self._owner
 
-    def _need_eager(self, what: str) -> None:
-        self.capturing = self.backend.enter("")
-        self.backend.leave()
+    def refuse_capture(self, what: str) -> None:
+        """Raise inside a call that has entered, if its stream is being captured."""
         if self.capturing:
-            raise CaptureError(f"{what} would have to wait, which a stream capture forbids")
+            raise CaptureError(f"{what} is not possible while a graph is captured: it would wait or allocate")
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Around a call that may wait but was not entered."""
+        self.capturing = self.backend.enter("")
+        try:
+            self.refuse_capture(what)
+            yield
+        finally:
+            self.backend.leave()
 
     def free_pages_count(self) -> int:
         """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""
@@ -375,8 +406,8 @@ class PagePool:
             self._read_mail()
         if self.at_least == self.at_most and self._bounds_hold():
             return self.at_least
-        self._need_eager("available_size()")
-        return self._exact_free()
+        with self._reading("available_size()"):
+            return self._exact_free()
 
     def _words(self) -> list[int]:
         """The newest mail that is of one op, read without touching the host's bounds."""
@@ -402,20 +433,15 @@ class PagePool:
     def check(self) -> None:
         """Raise the recorded error, if there is one; waits for the ops queued so far."""
         if not self._elsewhere():
-            self._need_eager("check()")
-            if self.captured:
-                self._op_refresh()
-            else:
-                self._wait(self._op)
+            with self._reading("check()"):
+                self._settle(self.captured)
         self._raise_deferred()
 
     def settled_words(self) -> list[int]:
         """The words after all queued ops; from another thread the last known ones."""
         if not self._elsewhere():
-            self._need_eager("this call")
-            if self.captured:
-                self._op_refresh()
-            self._wait(self._op)
+            with self._reading("this call"):
+                self._settle(self.captured or self.backend.need_sort)  # a merge sends no mail
         return self._words()
 
     def stats(self) -> Stats:
@@ -443,8 +469,8 @@ class PagePool:
 
     def snapshot(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ring, reference counts and words on the host; waits."""
-        self._need_eager("this call")
-        return self.backend.snapshot()
+        with self._reading("this call"):
+            return self.backend.snapshot()
 
     def check_integrity(self) -> None:
         """Prove that no page is lost, in the free list twice, or both free and owned; waits.

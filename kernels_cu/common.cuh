@@ -139,7 +139,11 @@ struct Args {
     Vec rows;           // the table row of each request
     int* slot_refs;     // counts a slot that go down with its page, or null
     int table_pages;    // 1: cells are pages, 0: cells are slots
-    int unused;
+    int page_parts;     // kernel pages that a hand-off makes of a page
+    // what a hand-off writes besides `out`
+    i64 out_stride;     // elements between rows of `out`
+    int* indptr;
+    int* last_page_lens;
 };
 
 // ---- pages ---------------------------------------------------------------------------------------------------

@@ -78,6 +78,11 @@ def test_owned_digest_by_hand(engine, reused):
     assert result.owned_digest == digest_of(*ends)
 
 
+def test_requests_without_prompt_or_output_on_tables():
+    result = run(make_trace((0, 0, 3, []), (0, 5, 0, []), (0, 0, 0, [])), 4, 25, "kv")
+    assert (result.served, result.tokens, result.slots, result.steps) == (3, 8, 8, 4)
+
+
 # ---- sharing, by hand ----------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,8 @@ def pick(name: str, device: str) -> Any:
     ValueError
         If there is no such backend, or it does not run on that device.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"backend must be one of {', '.join(('auto', *NAMES))}, not {name!r}")
     if name == "auto":
         name = os.environ.get("CUPAGED_BACKEND", "auto") or "auto"
     if name != "auto":

@@ -39,8 +39,11 @@ KERNELS = (
     "restore_pool",
     "refresh_pool",
     "queue_entries",
+    "handoff_pages",
+    "handoff_block_table",
+    "handoff_slots",
 )
-_SOURCES = ("alloc.cu", "free.cu", "state.cu")
+_SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu")
 PLAN_THREADS = 1024
 TILE = 256
 SMALL_WRITE = 4096  # tokens that one block plans and writes in a single launch
@@ -77,13 +80,18 @@ ARGS = np.dtype(
         ("rows", _VEC),
         ("slot_refs", "u8"),
         ("table_pages", "i4"),
-        ("unused", "i4"),
+        ("page_parts", "i4"),
+        ("out_stride", "i8"),
+        ("indptr", "u8"),
+        ("last_page_lens", "u8"),
     ],
     align=True,
 )
 _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
 _TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
+_HANDOFF_OFFSET = ARGS.fields["page_parts"][1]  # type: ignore[index]
 _PACK_TABLE = struct.Struct("<QqqqqQqiIQiI").pack_into
+_PACK_HANDOFF = struct.Struct("<iqQQ").pack_into
 _PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
 
@@ -347,6 +355,34 @@ class CudaBackend(GpuBackend):
         self._pack()
         self._launch("refresh_pool", 1, 32)
 
+    def flashinfer_tables(
+        self, table, paged: bool, pad_row: int, rows, seq, indptr: int, indices: int, length: int, last: int
+    ) -> None:
+        self._pack(seq=seq, out=indices, num_tokens=length, n=rows[3])
+        self._hand_off("handoff_pages", *_ragged_grid(rows[3], length), table, paged, pad_row, rows, 1, 0, indptr, last)
+
+    def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out: DeviceTable) -> None:
+        address, stride, n, width, _ = out
+        self._pack(seq=seq, out=address, num_tokens=width, n=n)
+        if n * width:
+            blocks = -(-n * width // TILE)
+            self._hand_off("handoff_block_table", blocks, TILE, table, paged, pad_row, rows, parts, stride)
+
+    def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: int) -> None:
+        self._pack(prefix=prefix, seq=seq, out=out, num_tokens=num_tokens, n=rows[3])
+        if num_tokens:
+            self._hand_off("handoff_slots", *_ragged_grid(rows[3], num_tokens), table, paged, pad_row, rows)
+
+    def _hand_off(
+        self, kernel, blocks, threads, table, paged, pad_row, rows, parts=1, out_stride=0, indptr=0, last=0
+    ) -> None:
+        self._pack_table(table, paged, pad_row, rows)
+        _PACK_HANDOFF(self._buffer, _HANDOFF_OFFSET, parts, out_stride, indptr, last)
+        try:
+            self._launch(kernel, blocks, threads)
+        finally:
+            self._no_table()
+
     def _copy_entries(self, vector: DeviceVector, address: int) -> None:
         n = vector[3]
         self._pack(seq=vector, out=address, n=n)
@@ -361,6 +397,12 @@ class CudaBackend(GpuBackend):
 
 def _threads(n: int) -> int:
     return min(PLAN_THREADS, max(32, -(-n // 32) * 32))
+
+
+def _ragged_grid(n: int, entries: int) -> tuple[int, int]:
+    """Blocks and threads: each block looks at every request, so many requests get few blocks."""
+    most = 2048 if n <= PLAN_THREADS else 264
+    return max(1, min(most, -(-entries // PLAN_THREADS))), TILE if n <= TILE else PLAN_THREADS
 
 
 def _log2(n: int) -> int:

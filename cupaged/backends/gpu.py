@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -204,15 +205,50 @@ class GpuBackend:
 
     def given_output(self, out: Any, n: int) -> int:
         """Address of the caller's `out`, checked."""
+        return self.given_array(out, "out", self.index_dtype, n)[0]
+
+    def given_array(self, out: Any, name: str, dtype: np.dtype, n: int | None) -> tuple[int, int]:
+        """Address and length of an array that the caller gave for a result, checked; None: any length."""
         if not is_on_gpu(out):
-            raise ValueError(f"out must be on {self.device}")
-        address, stride, wide, length, _ = device_vector(out, "out", self.index)
-        size = self.index_dtype.itemsize
-        if wide != (size == 8):
-            raise TypeError(f"out must be {self.index_dtype}")
-        if length != n or (stride != size and n > 1):
-            raise ValueError(f"out must be contiguous and of shape ({n},), not ({length},), stride {stride} bytes")
-        return address
+            raise ValueError(f"{name} must be on {self.device}")
+        address, stride, wide, length, _ = device_vector(out, name, self.index)
+        if library_of(out) not in ("torch", "cupy") and out.__cuda_array_interface__["data"][1]:
+            raise ValueError(f"{name} is read-only, but it is written in place")
+        if wide != (dtype.itemsize == 8):
+            raise TypeError(f"{name} must be {dtype}, not {'int64' if wide else 'int32'}")
+        if n is None:
+            n = length
+        if length != n or (stride != dtype.itemsize and n > 1):
+            raise ValueError(f"{name} must be contiguous and of shape ({n},), not ({length},), stride {stride} bytes")
+        return address, length
+
+    def new_array(self, library: str, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, int]:
+        """New array in that library, and its address."""
+        if library == "torch":
+            torch = sys.modules["torch"]
+            kind = torch.int64 if dtype.itemsize == 8 else torch.int32
+            tensor = torch.empty(shape, dtype=kind, device=self.device)
+            return tensor, tensor.data_ptr()
+        array, address = self._empty(math.prod(shape), dtype)
+        return array if len(shape) == 1 else array.reshape(shape), address
+
+    def new_table(self, library: str, rows: int, columns: int) -> tuple[Any, DeviceTable]:
+        """New int32 array of that shape in that library, and the same as the kernels take it."""
+        array, address = self.new_array(library, (rows, columns), np.dtype(np.int32))
+        return array, (address, columns, rows, columns, None)
+
+    @staticmethod
+    def shape(table: DeviceTable) -> tuple[int, int]:
+        """Rows and columns of a table."""
+        return table[2], table[3]
+
+    def overlaps(self, vector: DeviceVector, out: int, n: int, same_is_fine: bool = False) -> bool:
+        """Whether an argument lies where the output goes; entry by entry in the same place may be fine."""
+        address, stride, wide, length, _ = vector
+        if not length or not n or (same_is_fine and (address, stride) == (out, self.index_dtype.itemsize)):
+            return False
+        far = address + stride * (length - 1)
+        return min(address, far) < out + n * self.index_dtype.itemsize and out < max(address, far) + 4 + 4 * wide
 
     def segment(self, vector: DeviceVector) -> DeviceVector:
         """Every page_size-th entry."""

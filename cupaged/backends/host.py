@@ -92,14 +92,42 @@ class HostBackend:
 
     def given_output(self, out: Any, n: int) -> np.ndarray:
         """The caller's `out`, checked."""
-        array = out.numpy() if library_of(out) == "torch" and not out.is_cuda else out
+        return self.given_array(out, "out", self.index_dtype, n)[0]
+
+    def given_array(self, out: Any, name: str, dtype: np.dtype, n: int | None) -> tuple[np.ndarray, int]:
+        """An array that the caller gave for a result, checked, and its length; None: any length."""
+        on_cpu = getattr(getattr(out, "device", None), "type", "") == "cpu"
+        array = out.numpy() if library_of(out) == "torch" and on_cpu else out
         if not isinstance(array, np.ndarray):
-            raise TypeError(f"out must be a NumPy array or a torch tensor on the CPU, not {type(out).__name__}")
-        if array.dtype != self.index_dtype:
-            raise TypeError(f"out must be {self.index_dtype}, not {array.dtype}")
+            raise TypeError(f"{name} must be a NumPy array or a torch tensor on the CPU, not {type(out).__name__}")
+        if array.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, not {array.dtype}")
+        if n is None:
+            n = array.size
         if array.shape != (n,) or not array.flags.c_contiguous or not array.flags.writeable:
-            raise ValueError(f"out must be contiguous, writeable and of shape ({n},), not shape {array.shape}")
-        return array
+            raise ValueError(f"{name} must be contiguous, writeable and of shape ({n},), not shape {array.shape}")
+        return array, n
+
+    def new_array(self, library: str, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, np.ndarray]:
+        """New array in that library, and the same memory as the kernels take it."""
+        array = np.empty(shape, dtype)
+        return self.from_host(library, array), array
+
+    def new_table(self, library: str, rows: int, columns: int) -> tuple[Any, np.ndarray]:
+        """New int32 array of that shape in that library, and the same as the kernels take it."""
+        return self.new_array(library, (rows, columns), np.dtype(np.int32))
+
+    @staticmethod
+    def shape(table: np.ndarray) -> tuple[int, int]:
+        """Rows and columns of a table."""
+        return table.shape[0], table.shape[1]
+
+    @staticmethod
+    def overlaps(vector: np.ndarray, out: np.ndarray, n: int, same_is_fine: bool = False) -> bool:
+        """Whether an argument lies where the output goes; entry by entry in the same place may be fine."""
+        if same_is_fine and vector.ctypes.data == out.ctypes.data and vector.dtype == out.dtype:
+            return False
+        return np.may_share_memory(vector, out)
 
     def enter(self, library: str) -> bool:
         """Order this op behind the last one; True while the stream is being captured."""

@@ -540,9 +540,81 @@ def tick(words, mailbox, setup):
     end_op(words, mailbox, STATUS_OK)
 
 
+@_kernel
+def readable(setup, table, paged, pad_row, row, seq):
+    columns = table.shape[1] * (setup[PAGE_SIZE] if paged else 1)
+    return row != pad_row and 0 <= row < table.shape[0] and 0 <= seq <= min(columns, INT32_LARGEST)
+
+
+@_kernel
+def page_in_table(setup, capacity, table, paged, row, nth):
+    """Return the nth page of a row, or the padding page where the cell names none of this pool."""
+    size = setup[PAGE_SIZE]
+    page = np.int64(table[row, nth]) if paged else np.int64(table[row, nth * size]) // size
+    return page if 0 <= page <= capacity else np.int64(0)
+
+
+@_kernel
+def list_pages(setup, capacity, table, paged, pad_row, rows, seqs, indptr, indices, last):
+    size, at = setup[PAGE_SIZE], 0
+    indptr[0] = 0
+    for i in range(rows.shape[0]):
+        row, seq, pages = rows[i], seqs[i], 0
+        if readable(setup, table, paged, pad_row, row, seq):
+            pages = (seq + size - 1) // size
+        given = min(pages, indices.shape[0] - at)
+        for nth in range(given):
+            indices[at + nth] = page_in_table(setup, capacity, table, paged, row, nth)
+        at += given
+        indptr[i + 1] = at
+        if given == 0:
+            last[i] = 0
+        else:
+            last[i] = seq - (pages - 1) * size if given == pages else size
+    indices[at:] = 0
+
+
+@_kernel
+def fill_block_table(setup, capacity, table, paged, pad_row, rows, seqs, parts, out):
+    part_size = setup[PAGE_SIZE] // parts
+    for i in range(rows.shape[0]):
+        row, seq, filled = rows[i], seqs[i], 0
+        if readable(setup, table, paged, pad_row, row, seq):
+            filled = min((seq + part_size - 1) // part_size, out.shape[1])
+        for first in range(0, filled, parts):
+            page = page_in_table(setup, capacity, table, paged, row, first // parts)
+            for part in range(min(parts, filled - first)):
+                out[i, first + part] = page * parts + part
+        out[i, filled:] = 0
+
+
+@_kernel
+def map_slots(setup, capacity, table, paged, pad_row, rows, prefixes, seqs, out):
+    size, at = setup[PAGE_SIZE], 0
+    slots = (capacity + 1) * size
+    for i in range(rows.shape[0]):
+        row, prefix, seq = rows[i], prefixes[i], seqs[i]
+        if not lengths_hold(prefix, seq):
+            continue
+        given = min(seq - prefix, out.shape[0] - at)
+        if not readable(setup, table, paged, pad_row, row, seq):
+            out[at : at + given] = -1
+        else:
+            for j in range(given):
+                token = prefix + j
+                if paged:
+                    slot = np.int64(table[row, token // size]) * size + token % size
+                else:
+                    slot = np.int64(table[row, token])
+                out[at + j] = slot if 0 <= slot < slots else -1
+        at += given
+    out[at:] = -1
+
+
 _I4, _I8 = types.int32[::1], types.int64[::1]
 _STATE = (types.int32[:, ::1], _I8, _I8, _I8)
 _TABLE = types.int32[:, :]
+_READS = (_I8, types.int64, _TABLE, types.boolean, types.int64)
 _NO_REFS = np.zeros(0, np.int32)
 _SIGNATURES: list[tuple[Any, tuple]] = [
     (free_by_slot, (*_STATE, _I8, types.boolean, types.int64, types.int64)),
@@ -555,6 +627,9 @@ _SIGNATURES: list[tuple[Any, tuple]] = [
     (save, (*_STATE, _I4)),
     (load, (*_STATE, _I4)),
     (tick, (_I8, _I8, _I8)),
+    (list_pages, (*_READS, _I8, _I8, _I4, _I4, _I4)),
+    (fill_block_table, (*_READS, _I8, _I8, types.int64, types.int32[:, :])),
+    (map_slots, (*_READS, _I8, _I8, _I8, _I8)),
 ]
 
 
@@ -622,6 +697,17 @@ class NumbaBackend(HostBackend):
         entries = rows if entries is None else entries
         slot_refs = _NO_REFS if slot_refs is None else slot_refs
         free_by_queue(*self._state(), table, rows, begins, ends, entries, int(where), slot_refs)
+
+    def flashinfer_tables(
+        self, table, paged: bool, pad_row: int, rows, seq, indptr, indices, length: int, last
+    ) -> None:
+        list_pages(self.setup, self.capacity, table, paged, pad_row, rows, seq, indptr, indices, last)
+
+    def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out) -> None:
+        fill_block_table(self.setup, self.capacity, table, paged, pad_row, rows, seq, parts, out)
+
+    def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out) -> None:
+        map_slots(self.setup, self.capacity, table, paged, pad_row, rows, prefix, seq, out)
 
     def retain_pages(self, entries) -> None:
         retain(*self._state(), entries)

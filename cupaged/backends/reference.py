@@ -269,6 +269,58 @@ class ReferenceBackend(HostBackend):
         for i, page in enumerate(pages):
             self.free_ring[(first + i) % self.capacity] = page
 
+    def flashinfer_tables(
+        self, table, paged: bool, pad_row: int, rows, seq, indptr, indices, length: int, last
+    ) -> None:
+        indices[:] = indptr[0] = at = 0
+        for i, (row, tokens) in enumerate(zip(map(int, rows), map(int, seq), strict=True)):
+            pages = self._pages_of(table, paged, pad_row, row, tokens)
+            given = pages[: length - at]
+            indices[at : at + len(given)] = given
+            at += len(given)
+            indptr[i + 1] = at
+            full = self.page_size if given else 0
+            last[i] = tokens - (len(pages) - 1) * self.page_size if pages and given == pages else full
+
+    def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out) -> None:
+        out[:] = 0
+        for i, (row, tokens) in enumerate(zip(map(int, rows), map(int, seq), strict=True)):
+            pages = self._pages_of(table, paged, pad_row, row, tokens)
+            kernel_pages = [page * parts + part for page in pages for part in range(parts)]
+            given = kernel_pages[: -(-tokens // (self.page_size // parts))] if pages else []
+            given = given[: out.shape[1]]
+            out[i, : len(given)] = given
+
+    def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out) -> None:
+        out[:] = -1
+        at = 0
+        for row, before, after in zip(map(int, rows), map(int, prefix), map(int, seq), strict=True):
+            if not self._lengths_hold(before, after):
+                continue
+            if self._readable(table, paged, pad_row, row, after):
+                for token in range(before, min(after, before + num_tokens - at)):
+                    out[at + token - before] = self._slot_of(table, paged, row, token)
+            at = min(num_tokens, at + after - before)
+
+    def _readable(self, table, paged: bool, pad_row: int, row: int, tokens: int) -> bool:
+        columns = table.shape[1] * (self.page_size if paged else 1)
+        return row != pad_row and 0 <= row < table.shape[0] and 0 <= tokens <= min(columns, INT32_LARGEST)
+
+    def _pages_of(self, table, paged: bool, pad_row: int, row: int, tokens: int) -> list[int]:
+        """The pages of a request; the padding page for what the pool has no page of."""
+        if not self._readable(table, paged, pad_row, row, tokens):
+            return []
+        cells = [int(table[row, nth if paged else nth * self.page_size]) for nth in range(self._up(tokens))]
+        pages = cells if paged else [cell // self.page_size for cell in cells]
+        return [page if 0 <= page <= self.capacity else 0 for page in pages]
+
+    def _slot_of(self, table, paged: bool, row: int, token: int) -> int:
+        if paged:
+            slot = int(table[row, token // self.page_size]) * self.page_size + token % self.page_size
+        else:
+            slot = int(table[row, token])
+        return slot if 0 <= slot < (self.capacity + 1) * self.page_size else -1
+
     def retain_pages(self, entries) -> None:
         self._begin()
         for i, page in enumerate(int(e) for e in entries):

@@ -5,9 +5,9 @@
 >>> result.served, result.skipped
 (50, 0)
 
-`read_trace` reads a log, `replay` runs it (on either allocator: ``engine="slots"`` or ``"kv"``; with
-``share_prefixes=True`` prompts that begin alike share pages), `table` and `plot` show several results side by side. A bad file
-raises `TraceError`, an allocator that breaks its contract `VerificationError`; both say it in one line.
+`read_trace` reads a log, `replay` runs it on either allocator (`engine`), and lets prompts that begin alike share
+pages (`share_prefixes`); `table` and `plot` show several results side by side. A bad file raises `TraceError`, an
+allocator that breaks its contract `VerificationError`; both say it in one line.
 """
 
 from cupaged.replay.report import ReplayResult, plot, table
