@@ -155,15 +155,20 @@ def _import_numba_cuda() -> Any:
 
 
 def _import_built_in() -> Any:
-    """The target inside numba, behind a numba-cuda package that does not load; None if that is not what is wrong."""
+    """The target inside numba, behind a numba-cuda package that does not work; None if that is not what is wrong."""
     redirects = [finder for finder in sys.meta_path if _is_redirect(finder)]
-    if "numba.cuda" in sys.modules or not redirects:
+    if not redirects:
         return None
     for finder in redirects:
         sys.meta_path.remove(finder)
-    for name in [name for name in sys.modules if name.startswith("numba.cuda.")]:
-        del sys.modules[name]  # the half that was loaded
+    for name in [name for name in sys.modules if name.partition(".")[0] == "numba_cuda" or _is_numba_cuda(name)]:
+        del sys.modules[name]
+    vars(sys.modules["numba"]).pop("cuda", None)
     return _import_numba_cuda()
+
+
+def _is_numba_cuda(module: str) -> bool:
+    return module == "numba.cuda" or module.startswith("numba.cuda.")
 
 
 def _import_mlir() -> Any:
