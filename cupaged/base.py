@@ -8,7 +8,8 @@ import numpy as np
 
 from cupaged import backends
 from cupaged.errors import CaptureError, IntegrityError
-from cupaged.geometry import check_lengths, extend_bounds, pages_taken
+from cupaged.geometry import check_lengths, extend_bounds, pages_taken, whole
+from cupaged.handoff import HandOffs
 from cupaged.interop import host_array, is_on_gpu, library_of, parse_device, to_host
 from cupaged.layout import INT32_LARGEST, Kind, Where, Word
 from cupaged.pool import PagePool, Stats
@@ -16,7 +17,7 @@ from cupaged.pool import PagePool, Stats
 __all__ = ["PoolAllocator", "whole"]
 
 
-class PoolAllocator:
+class PoolAllocator(HandOffs):
     """Base of `PagedTokenToKVPoolAllocator` and `KVAllocator`; not made by itself.
 
     A subclass says where freed pages go (`_freed_to`) and whether its request tables hold pages or slots
@@ -153,6 +154,7 @@ class PoolAllocator:
         if not self._paged_table and self._last_possible_slot > INT32_LARGEST:
             raise ValueError("this pool's slots do not fit an int32 request table")
         library = backend.use_library(seq, rows, table)
+        self._before_step(table, rows)
         self.pool.enter(library)
         try:
             cells = backend.table(table, "table")
@@ -191,7 +193,8 @@ class PoolAllocator:
                 num_tokens,
                 slots,
             )
-            self._table_changed(table)
+            if granted:
+                self._after_step(table, rows, None if known is None else known[1])
             return self._finish(result if granted else None, padding=True)
         finally:
             self.pool.leave()
@@ -287,8 +290,11 @@ class PoolAllocator:
                     f"not {self.backend.length(vector)}"
                 )
 
-    def _table_changed(self, table: Any) -> None:
-        """Hear that a step has written to a table."""
+    def _before_step(self, table: Any, rows: Any) -> None:
+        """Hear that a step will read these rows of a table."""
+
+    def _after_step(self, table: Any, rows: Any, lengths: np.ndarray | None) -> None:
+        """Hear that a step has written to a table; the lengths of rows that do not pad, if the host knows them."""
 
     # ---- results -----------------------------------------------------------------------------------------------
 
@@ -403,24 +409,3 @@ def _check_unique(slots: np.ndarray) -> None:
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if twice.size:
         raise IntegrityError(f"slot {ordered[twice[0]]} was handed out twice in one call")
-
-
-def whole(name: str, value: Any, least: int) -> int:
-    """`value` as an integer of at least `least`.
-
-    Raises
-    ------
-    TypeError
-        If it is no integer; bools are none.
-    ValueError
-        If it is less.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    try:
-        number = value.__index__()
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {type(value).__name__} {value}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {number}")
-    return number

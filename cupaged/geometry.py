@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cupaged.layout import INT32_LARGEST
 
-__all__ = ["check_lengths", "extend_bounds", "pages_for", "pages_taken"]
+__all__ = ["check_lengths", "extend_bounds", "pages_for", "pages_taken", "whole"]
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -69,3 +71,24 @@ def check_lengths(prefix_lens: np.ndarray, seq_lens: np.ndarray, num_tokens: int
         total = int((seq_lens - prefix_lens).sum(dtype=np.int64))
     if num_tokens is not None and total != num_tokens:
         raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """`value` as an integer of at least `least`.
+
+    Raises
+    ------
+    TypeError
+        If it is no integer; bools are none.
+    ValueError
+        If it is less.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    try:
+        number = value.__index__()
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__} {value}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, not {number}")
+    return number

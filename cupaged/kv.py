@@ -55,8 +55,9 @@ class KVAllocator(PoolAllocator):
     token_slot_refs : array of int32, shape (size,)
         Counts that engines keep for each slot, on the device. `free_group_end` lowers them in freed pages.
     num_pages, last_slot : array of int32, shape (max_batch_size,)
-        On the host: pages of each row as `alloc` left them, and the offset of its last token in its page;
-        ``page_size - 1`` for a row without pages.
+        On the host: pages of each row as `alloc`, `alloc_batch`, or a step with lengths on the host left them, and
+        the offset of its last token in its page; ``page_size - 1`` for a row without pages. A step whose lengths
+        only the device knows leaves them as they are: free such rows by `free_req_cache` or `release`.
 
     Raises
     ------
@@ -549,9 +550,28 @@ class KVAllocator(PoolAllocator):
             self._changed = set()
         return self._on_host
 
-    def _table_changed(self, table: Any) -> None:
-        if table is self.req_to_page:
+    def _before_step(self, table: Any, rows: Any) -> None:
+        """What is queued in these rows is freed before they get new pages."""
+        if table is not self.req_to_page or not self._queued_rows:
+            return
+        if is_on_gpu(rows) or not self._queued_rows.isdisjoint(host_array(rows, "req_pool_indices").tolist()):
+            self._flush()
+
+    def _after_step(self, table: Any, rows: Any, lengths: np.ndarray | None) -> None:
+        if table is not self.req_to_page:
+            return
+        if lengths is None:
             self._changed = None
+            return
+        listed = host_array(rows, "req_pool_indices")
+        real = listed[listed != self.pad_row]
+        real, lengths = real[lengths > 0], lengths[lengths > 0]
+        inside = (real >= 0) & (real < self.max_batch_size) & (lengths <= self.max_page_num * self.page_size)
+        real, lengths = real[inside], lengths[inside]
+        self._num_pages[real] = -(-lengths // self.page_size)
+        self._last_slot[real] = (lengths - 1) % self.page_size
+        if self._changed is not None:
+            self._changed.update(real.tolist())
 
 
 def _on_host(x: Any, name: str) -> np.ndarray:

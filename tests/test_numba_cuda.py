@@ -275,6 +275,8 @@ def test_queued_page_lists_and_segments():
 
 BROKEN_REDIRECT = """
 import importlib.abc, sys
+import numba, numpy
+vars(numpy).pop("row_stack", None)  # as NumPy 2.5
 class NumbaCudaFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "numba.cuda":

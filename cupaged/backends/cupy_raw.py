@@ -359,7 +359,8 @@ class CudaBackend(GpuBackend):
         self, table, paged: bool, pad_row: int, rows, seq, indptr: int, indices: int, length: int, last: int
     ) -> None:
         self._pack(seq=seq, out=indices, num_tokens=length, n=rows[3])
-        self._hand_off("handoff_pages", *_ragged_grid(rows[3], length), table, paged, pad_row, rows, 1, 0, indptr, last)
+        blocks, threads = _ragged_grid(rows[3], length)
+        self._hand_off("handoff_pages", blocks, threads, table, paged, pad_row, rows, indptr=indptr, last=last)
 
     def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out: DeviceTable) -> None:
         address, stride, n, width, _ = out
@@ -371,7 +372,8 @@ class CudaBackend(GpuBackend):
     def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: int) -> None:
         self._pack(prefix=prefix, seq=seq, out=out, num_tokens=num_tokens, n=rows[3])
         if num_tokens:
-            self._hand_off("handoff_slots", *_ragged_grid(rows[3], num_tokens), table, paged, pad_row, rows)
+            blocks, threads = _ragged_grid(rows[3], num_tokens)
+            self._hand_off("handoff_slots", blocks, threads, table, paged, pad_row, rows)
 
     def _hand_off(
         self, kernel, blocks, threads, table, paged, pad_row, rows, parts=1, out_stride=0, indptr=0, last=0

@@ -148,27 +148,17 @@ def _is_redirect(finder: Any) -> bool:
 
 
 def _import_numba_cuda() -> Any:
-    """``numba.cuda``, which the package numba-cuda redirects to itself where it is installed."""
+    """``numba.cuda``, which the package numba-cuda redirects to itself where it is installed.
+
+    numba-cuda up to 0.30.4 loads with NumPy 2.5, but compiles nothing, and once it is loaded numba's own target cannot
+    be: so it is kept away beforehand.
+    """
+    if not hasattr(np, "row_stack") and "numba.cuda" not in sys.modules:
+        for finder in [finder for finder in sys.meta_path if _is_redirect(finder)]:
+            sys.meta_path.remove(finder)
     from numba import cuda
 
     return cuda
-
-
-def _import_built_in() -> Any:
-    """The target inside numba, behind a numba-cuda package that does not work; None if that is not what is wrong."""
-    redirects = [finder for finder in sys.meta_path if _is_redirect(finder)]
-    if not redirects:
-        return None
-    for finder in redirects:
-        sys.meta_path.remove(finder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "numba_cuda" or _is_numba_cuda(name)]:
-        del sys.modules[name]
-    vars(sys.modules["numba"]).pop("cuda", None)
-    return _import_numba_cuda()
-
-
-def _is_numba_cuda(module: str) -> bool:
-    return module == "numba.cuda" or module.startswith("numba.cuda.")
 
 
 def _import_mlir() -> Any:
@@ -217,7 +207,6 @@ def _choose() -> tuple[Any, Any, str, str]:
     problems = []
     for name, load in (
         ("numba.cuda", _import_numba_cuda),
-        ("numba's built-in CUDA target", _import_built_in),
         ("numba_cuda_mlir", _import_mlir),
     ):
         try:

@@ -97,16 +97,16 @@ def test_available_size_does_not_wait_where_counts_are_known():
 def test_kv_allocator_never_waits():
     kv = cupaged.KVAllocator(16 * 1000, torch.device("cuda"), 64, 1024, 16)
     for row in range(64):
-        kv.alloc(row, 20, 0)
+        kv.alloc(row, 16 if row < 16 else 20, 0)
     kv.check()
     found, rows = [], iter(range(31, 64))
 
     def ops():
         for row in range(8):
-            assert kv.alloc(row, 20, 20) is not None
-        kv.alloc_batch(list(range(8, 16)), [25] * 8, [20] * 8)
+            assert kv.alloc(row, 24, 16) is not None
+        kv.alloc_batch(list(range(8, 16)), [24] * 8, [16] * 8)
         for row in range(16):
-            kv.free_extra_pages_not_cached(row, 20, 40)
+            kv.free_extra_pages_not_cached(row, 16, 40)
         kv.free_with_diff(kv.req_to_page[30, :2].clone(), kv.req_to_page[30, :2])
         kv.append_to_later_free(kv.req_to_page[next(rows), :2])
         kv.free_group_end()
