@@ -220,7 +220,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) alloc_small(const Arg
     const int fetched = blockDim.x < a.capacity ? blockDim.x : a.capacity;
     if (threadIdx.x < fetched) pages[threadIdx.x] = a.free_ring[ring_position(a, head + threadIdx.x)];
     const Share share = plan_share(a, num_pages, 0);
-    __syncthreads();
     if (threadIdx.x == 0) decide(a, w, share.pages, share.tokens, share.breach, share.refused);
     __syncthreads();
     post(a, w);

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 from tests.host_backend import variant
-from tests.test_backends import PAGE_SIZES, play
+from tests.test_backends import PAGE_SIZES, large, play
 
 
 def main(mode: str, first_seed: int, plays: int) -> None:
@@ -16,6 +16,7 @@ def main(mode: str, first_seed: int, plays: int) -> None:
         largest = {"largest_batch": 5} if mode == "tsan" else {}
         page_size = int(rng.choice([1, 2, 3, 16] if mode == "tsan" else PAGE_SIZES))
         play(variant(order, mode), seed, page_size, steps=12, **largest)
+    large(variant("ascending", mode), requests=1100 if mode == "tsan" else 1500, small=mode == "tsan")
 
 
 main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

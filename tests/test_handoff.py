@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cupaged
 from cupaged import backends
+from cupaged.backends import numba_cpu
 from cupaged.backends.cupy_raw import CudaBackend
 from cupaged.backends.numba_cpu import NumbaBackend
 from cupaged.backends.reference import ReferenceBackend
@@ -374,6 +375,20 @@ def test_capture_needs_out():
     pool.block_table(table, rows, seq, 3, out=DeviceArray(np.zeros((2, 3), np.int32)))
     pool.slot_mapping(table, rows, rows, seq, 3, out=DeviceArray(np.zeros(3, np.int64)))
     assert len(pool.backend.launches) == 3
+
+
+def test_no_call_compiles():
+    kernels = [x for x in vars(numba_cpu).values() if hasattr(x, "signatures")]
+    pool = make("numba", 4, False)
+    before = [len(kernel.signatures) for kernel in kernels]
+    whole = np.zeros((3, 20), np.int32)
+    for table in (whole, whole[::2, :15]):
+        pool.extend_step(table, [0, 1], [0, 0], [6, 3], 9)
+        pool.flashinfer_tables(table, [0, 1], [6, 3])
+        pool.block_table(table, [0, 1], [6, 3], 2)
+        pool.slot_mapping(table, [0, 1], [0, 0], [6, 3], 9)
+        pool.release(table, [0, 1], [6, 3])
+    assert [len(kernel.signatures) for kernel in kernels] == before
 
 
 def test_nothing_of_the_pool_changes():

@@ -117,7 +117,7 @@ class Watched(NumbaCudaBackend):
                 continue
             assert str(argument.dtype) == str(kind.dtype), kernel
             assert len(tuple(argument.shape)) == kind.ndim, kernel
-            assert kind.layout == "A" or argument.is_c_contiguous(), kernel
+            assert kind.layout == "A" or _is_contiguous(argument), kernel
         self.launched.add(kernel)
         super()._launch(kernel, blocks, *arguments)
 
@@ -269,6 +269,11 @@ def test_queued_page_lists_and_segments():
         pool.check_integrity()
         orders.append(to_host(pool.free_pages).tolist())
     assert orders[0] == orders[1]
+
+
+def _is_contiguous(array) -> bool:
+    # mapped memory is a NumPy array to numba
+    return array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_c_contiguous()
 
 
 # ---- which numba.cuda ------------------------------------------------------------------------------------------

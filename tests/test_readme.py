@@ -18,30 +18,32 @@ from cupaged.demo import run as run_demo
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
+NAMES = ("torch", "cupy", "kv")  # of these blocks
 COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
 
 
-def test_there_is_one_block_for_each_library():
-    assert len(PYTHON) == 2
+def test_there_is_one_block_for_each_library_and_one_for_tables():
+    assert len(PYTHON) == len(NAMES)
     assert "import torch" in PYTHON[0]
     assert "import cupy" in PYTHON[1]
+    assert "KVAllocator" in PYTHON[2]
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=["torch", "cupy"])
+@pytest.mark.parametrize("block", PYTHON, ids=NAMES)
 def test_names_and_arguments_exist(block):
     """Also where the block cannot run: what it calls is there, and takes these arguments."""
-    pool_type = cupaged.PagedTokenToKVPoolAllocator
-    homes = {"cupaged": cupaged, "pool": pool_type}
+    pool = cupaged.PagedTokenToKVPoolAllocator(64, 16, backend="reference", device="cpu")
+    kv = cupaged.KVAllocator(64, "cpu", 2, 32, 16, backend="reference")
+    homes = {"cupaged": cupaged, "pool": pool, "kv": kv}
     seen = 0
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in homes:
             assert hasattr(homes[node.value.id], node.attr), ast.unparse(node)
             seen += 1
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("pool.", "cupaged.")):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("pool.", "kv.", "cupaged.")):
             owner, _, name = ast.unparse(node.func).partition(".")
             signature = inspect.signature(getattr(homes[owner], name))
-            this = [None] if owner == "pool" else []
-            signature.bind(*this, *node.args, **{word.arg: None for word in node.keywords})
+            signature.bind(*node.args, **{word.arg: None for word in node.keywords})
     assert seen >= 6
 
 
@@ -50,10 +52,20 @@ def test_torch_block_runs():
     exec(compile(PYTHON[0], "README.md", "exec"), {})
 
 
+def test_kv_block_runs():
+    exec(compile(PYTHON[2], "README.md", "exec"), {})
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not backends.probe("cupy").works, reason="needs CuPy and a GPU")
 def test_cupy_block_runs():
     exec(compile(PYTHON[1], "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("allocator", [cupaged.PagedTokenToKVPoolAllocator, cupaged.KVAllocator])
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+_(?:step|tables?|mapping)|trim|release)`", README))))
+def test_both_allocators_have_what_the_text_says_they_share(allocator, name):
+    assert callable(getattr(allocator, name))
 
 
 def test_commands_and_options_exist():

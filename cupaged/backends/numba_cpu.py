@@ -6,6 +6,7 @@ pages, scratch), `words` (int64, as in `layout`), `mailbox`; and `setup`, one in
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -616,6 +617,7 @@ _STATE = (types.int32[:, ::1], _I8, _I8, _I8)
 _TABLE = types.int32[:, :]
 _READS = (_I8, types.int64, _TABLE, types.boolean, types.int64)
 _NO_REFS = np.zeros(0, np.int32)
+_COMPILING = threading.Lock()
 _SIGNATURES: list[tuple[Any, tuple]] = [
     (free_by_slot, (*_STATE, _I8, types.boolean, types.int64, types.int64)),
     (free_by_page, (*_STATE, _I8, types.int64, types.int64)),
@@ -657,7 +659,10 @@ class NumbaBackend(HostBackend):
             (alloc_whole, (*_STATE, types.int64, out)),
             (step_in_table, (*_STATE, _TABLE, types.boolean, types.int64, _I8, _I8, _I8, types.int64, out)),
         ):
-            kernel.compile(signature)
+            with _COMPILING:
+                kernel.disable_compile(False)
+                kernel.compile(signature)
+                kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
 
     def _state(self):
         setup = self.setup

@@ -150,8 +150,8 @@ def _is_redirect(finder: Any) -> bool:
 def _import_numba_cuda() -> Any:
     """``numba.cuda``, which the package numba-cuda redirects to itself where it is installed.
 
-    numba-cuda up to 0.30.4 loads with NumPy 2.5, but compiles nothing, and once it is loaded numba's own target cannot
-    be: so it is kept away beforehand.
+    numba-cuda up to 0.30.4 loads with NumPy 2.5, but compiles nothing, and once it is loaded numba's own target
+    cannot be: so it is kept away beforehand.
     """
     if not hasattr(np, "row_stack") and "numba.cuda" not in sys.modules:
         for finder in [finder for finder in sys.meta_path if _is_redirect(finder)]:
