@@ -11,7 +11,7 @@ from tests.host_cuda import run_python
 CHILD = Path(__file__).with_name("play_sanitized.py")
 
 
-@pytest.mark.parametrize(("mode", "plays"), [("asan", 40), ("tsan", 9)])
+@pytest.mark.parametrize(("mode", "plays"), [("asan", 120), ("tsan", 12)])
 def test_kernels_are_clean(mode, plays):
     done = run_python(mode, CHILD, mode, 100, plays)
     assert done.returncode == 0, done.stderr[-4000:]
