@@ -83,6 +83,8 @@ def whole(name: str, value: Any, least: int) -> int:
     ValueError
         If it is less.
     """
+    if type(value) is int and value >= least:  # the common case, in every call of a step
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     try:

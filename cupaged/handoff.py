@@ -82,7 +82,7 @@ class HandOffs:
         """
         backend = self.backend
         library = backend.use_library(seq_lens, req_pool_indices, table)
-        self.pool.enter(library, raising=False)
+        self.pool.enter(library, raising=False, changing=False)
         try:
             cells = backend.table(table, "table")
             rows = backend.vector(req_pool_indices, "req_pool_indices")
@@ -208,7 +208,7 @@ class HandOffs:
     def _dense(self, table: Any, rows: Any, seq: Any, parts: int, width: int | None, name: str, out: Any) -> Any:
         backend = self.backend
         library = backend.use_library(seq, rows, table)
-        self.pool.enter(library, raising=False)
+        self.pool.enter(library, raising=False, changing=False)
         try:
             cells = backend.table(table, "table")
             row_vector = backend.vector(rows, "req_pool_indices")
@@ -282,7 +282,7 @@ class HandOffs:
             raise ValueError(f"num_tokens must be at most 2**31 - 1, not {num_tokens}")
         backend = self.backend
         library = backend.use_library(seq_lens, req_pool_indices, table)
-        self.pool.enter(library, raising=False)
+        self.pool.enter(library, raising=False, changing=False)
         try:
             cells = backend.table(table, "table")
             rows = backend.vector(req_pool_indices, "req_pool_indices")

@@ -126,16 +126,20 @@ class PagePool:
 
     # ---- mutating calls ----------------------------------------------------------------------------------------
 
-    def enter(self, library: str, raising: bool = True) -> None:
-        """Begin a mutating call: one at a time, ordered on the caller's stream, recorded errors first."""
+    def enter(self, library: str, raising: bool = True, changing: bool = True) -> None:
+        """Begin a mutating call: one at a time, ordered on the caller's stream, recorded errors first.
+
+        A call that only reads (`changing` is False) needs the order too, but its replays change nothing.
+        """
         if not self._lock.acquire(blocking=False):
             raise ConcurrentCallError("another call is changing this allocator; serialise the calls of your threads")
         try:
             self._owner = threading.get_ident()
             self.capturing = self.backend.enter(library)
             if self.capturing:
-                self.captured = True
-                self._refreshed_op = -1  # whatever was known, replays may change
+                if changing:
+                    self.captured = True
+                    self._refreshed_op = -1  # whatever was known, replays may change
             elif self._mail[0] >> 32 != self._sequence:
                 self._read_mail()
             if raising:
