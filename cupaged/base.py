@@ -257,7 +257,7 @@ class PoolAllocator(HandOffs):
             keep_vector = None if keep is None else backend.vector(keep, "new_seq_lens")
             batch = backend.length(row_vector)
             self._same_length(batch, seq_lens=seq_vector, new_seq_lens=keep_vector)
-            certain, most = 0, self.pool.num_pages
+            certain, most, before = 0, self.pool.num_pages, None
             if not self._on_gpu or not (is_on_gpu(rows) or is_on_gpu(seq) or (keep is not None and is_on_gpu(keep))):
                 real = host_array(rows, "req_pool_indices") != self.pad_row
                 after = host_array(seq, "seq_lens")[real]
@@ -278,6 +278,8 @@ class PoolAllocator(HandOffs):
                 seq_vector,
                 self._where,
             )
+            if before is not None:
+                self._after_step(table, rows, before)
             self._finish(None)
         finally:
             self.pool.leave()

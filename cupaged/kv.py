@@ -282,11 +282,11 @@ class KVAllocator(PoolAllocator):
         return row
 
     def _check_rows(self, rows: np.ndarray, needs: np.ndarray, before: np.ndarray) -> None:
-        for name, array in (("need_sizes", needs), ("alloced_lens", before), ("req_pool_indices", rows)):
-            for i in np.flatnonzero(array < 0)[:1]:
-                raise ValueError(f"{name}[{i}] is {array[i]}, but must not be negative")
-            for i in np.flatnonzero(array > INT32_LARGEST)[:1]:
-                raise ValueError(f"{name}[{i}] is {array[i]}, but must be at most 2**31 - 1")
+        for name, given in (("need_sizes", needs), ("alloced_lens", before), ("req_pool_indices", rows)):
+            for i in np.flatnonzero(given < 0)[:1]:
+                raise ValueError(f"{name}[{i}] is {given[i]}, but must not be negative")
+            for i in np.flatnonzero(given > INT32_LARGEST)[:1]:
+                raise ValueError(f"{name}[{i}] is {given[i]}, but must be at most 2**31 - 1")
         for i in np.flatnonzero(rows >= self.max_batch_size)[:1]:
             raise ValueError(f"req_pool_indices[{i}] is {rows[i]}, but max_batch_size is {self.max_batch_size}")
         if np.unique(rows).size != rows.size:
@@ -568,7 +568,6 @@ class KVAllocator(PoolAllocator):
             return
         listed = host_array(rows, "req_pool_indices")
         real = listed[listed != self.pad_row]
-        real, lengths = real[lengths > 0], lengths[lengths > 0]
         inside = (real >= 0) & (real < self.max_batch_size) & (lengths <= self.max_page_num * self.page_size)
         real, lengths = real[inside], lengths[inside]
         self._num_pages[real] = -(-lengths // self.page_size)

@@ -223,7 +223,9 @@ def test_extra_pages_go_and_full_ones_stay(kv):
     assert kv.available_size() == 8
 
 
-@pytest.mark.parametrize(("real", "alloced", "gone"), [(0, 0, 0), (0, 1, 1), (4, 4, 0), (8, 8, 0), (3, 4, 1), (4, 5, 1)])
+@pytest.mark.parametrize(
+    ("real", "alloced", "gone"), [(0, 0, 0), (0, 1, 1), (4, 4, 0), (8, 8, 0), (3, 4, 1), (4, 5, 1)]
+)
 def test_how_many_extra_pages(kv, real, alloced, gone):
     kv.alloc(0, 8, 0)
     kv.free_extra_pages_not_cached(0, real, alloced)
@@ -598,7 +600,16 @@ def test_torch_tables():
     kv = KVAllocator(40, torch.device("cpu"), 4, 20, 4)
     host = kv.req_to_page_cpu
     slots, offsets = kv.alloc_batch([0, 1], [5, 1], [0, 0])
-    for tensor in (slots, offsets, host, kv.req_to_page, kv.token_slot_refs, kv.num_pages, kv.last_slot, kv.free_slots):
+    for tensor in (
+        slots,
+        offsets,
+        host,
+        kv.req_to_page,
+        kv.token_slot_refs,
+        kv.num_pages,
+        kv.last_slot,
+        kv.free_slots,
+    ):
         assert isinstance(tensor, torch.Tensor)
     assert kv.alloc(1, 1, 1).tolist() == [13]
     assert kv.num_pages.tolist() == [2, 1, 0, 0]
