@@ -58,7 +58,9 @@ class PoolAllocator(HandOffs):
         self.page_size = page_size
         self.need_sort = bool(need_sort)
         self.debug_mode = bool(debug)
-        self.pad_row = pad_row.__index__()
+        self.pad_row = whole("pad_row", pad_row, -(2**63))
+        if self.pad_row >= 2**63:
+            raise ValueError(f"pad_row must fit int64, not {pad_row}")
         self.backend = backends.pick(backend, kind)(
             num_pages=num_pages,
             page_size=page_size,
@@ -174,10 +176,14 @@ class PoolAllocator(HandOffs):
             if known is not None:
                 before, after, padding_tokens = known
                 check_lengths(before, after, None if prefix is None else num_tokens - padding_tokens)
-                if self._on_gpu:
+                if self._on_gpu or num_tokens > self.pool.num_pages * size:
                     least = most = pages_taken(before, after, size)
+            if least > self.pool.num_pages and not self.pool.capturing:
+                return self._finish(self.pool.refuse(sort_bound))  # before memory is asked for
             read = [v for v in (row_vector, prefix_vector, seq_vector) if v is not None]
             result, slots = self._output(library, num_tokens, out, *read)
+            if out is not None and backend.table_overlaps(cells, slots, num_tokens):
+                raise ValueError("out must not overlap the table")
             granted = self.pool.allocate(
                 kind,
                 least,
@@ -195,7 +201,11 @@ class PoolAllocator(HandOffs):
             )
             if granted:
                 self._after_step(table, rows, None if known is None else known[1])
-            return self._finish(result if granted else None, padding=True)
+            self._finish(result if granted else None, padding=True)
+            if granted and self.debug_mode and not self.pool.capturing:
+                lengths = to_host(seq) if is_on_gpu(seq) else host_array(seq, "seq_lens")
+                self._check_rows_unique(table, rows, lengths + (prefix is None), self.pad_row)
+            return result if granted else None
         finally:
             self.pool.leave()
 
@@ -207,10 +217,10 @@ class PoolAllocator(HandOffs):
         after = host_array(seq, "seq_lens")
         before = after if prefix is None else host_array(prefix, "prefix_lens")
         if prefix is None:
-            after = after + 1
-        padded = (after - before)[~real]
-        holds = (before[~real] >= 0) & (padded >= 0) & (after[~real] <= INT32_LARGEST)
-        return before[real], after[real], int(padded[holds].sum(dtype=np.int64))
+            after = after + np.int64(1)
+        # Differences only of those that hold: others may not fit their type.
+        holds = ~real & (before >= 0) & (after >= before) & (after <= INT32_LARGEST)
+        return before[real], after[real], int((after[holds] - before[holds]).sum(dtype=np.int64))
 
     def trim(self, table: Any, req_pool_indices: Any, seq_lens: Any, new_seq_lens: Any) -> None:
         """Give back what speculation did not keep: the pages past the new lengths. One launch.
@@ -326,6 +336,24 @@ class PoolAllocator(HandOffs):
                 slots = to_host(result)
                 _check_unique(slots[slots != 0] if padding else slots)
         return result
+
+    def _check_rows_unique(self, table: Any, rows: Any, lengths: Any, pad_row: int | None) -> None:
+        """In debug mode: no row comes twice in a batch, and none holds a page or slot twice."""
+        rows = to_host(rows) if is_on_gpu(rows) else host_array(rows, "req_pool_indices")
+        cells, what, first = to_host(table), "page", 1
+        if not self._paged_table:
+            what, first = "slot", self.page_size
+        seen: set[int] = set()
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            if row == pad_row:
+                continue
+            if row in seen:
+                raise IntegrityError(f"req_pool_indices names row {row} twice")
+            seen.add(row)
+            entries = np.sort(cells[row, : -(-length // self.page_size) if self._paged_table else length])
+            twice = entries[1:][(entries[1:] == entries[:-1]) & (entries[1:] >= first)]
+            if twice.size:
+                raise IntegrityError(f"row {row} of the table holds {what} {twice[0]} twice")
 
     # ---- upkeep ------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -125,18 +125,21 @@ class KVAllocator(PoolAllocator):
             shape = (self.max_batch_size, self.max_page_num)
             self.req_to_page = self.backend.zeros(shape)
             self.token_slot_refs = self.backend.zeros((self.size,))
+            self._slot_refs = self.backend.slot_refs(self.token_slot_refs)
             self._on_host = self.backend.pinned(shape)
         finally:
             self.pool.leave()
         as_torch = self.backend.library == "torch"
         self._num_pages = np.zeros(self.max_batch_size, np.int32)
         self._last_slot = np.full(self.max_batch_size, page_size - 1, np.int32)
-        # plain views: a store through NumPy costs three times as much
-        self._pages_view, self._last_view = self._num_pages.data, self._last_slot.data
-        self.num_pages = _host_view(self._num_pages, as_torch)
-        self.last_slot = _host_view(self._last_slot, as_torch)
+        self._num_pages_view = _host_view(self._num_pages, as_torch)
+        self._last_slot_view = _host_view(self._last_slot, as_torch)
+        self._row_tokens = self.max_page_num * page_size
         self._in_group = False
         self._changed: set[int] | None = set()  # rows that _on_host lacks; None: any
+        self._heard = 0  # of what was told, taken up in the counts
+        self._waiting: set[int] = set()  # rows with frees in the queue
+        self._in_graphs = False  # replays, which nobody tells of, may write to req_to_page
         self._forget_queue()
 
     def __repr__(self) -> str:
@@ -191,7 +194,7 @@ class KVAllocator(PoolAllocator):
         pages = pages_for(after, self.page_size)
         if self._row_is_full(row, before, need):
             return None
-        if row in self._queued_rows:
+        if self._told and row in self._queued_rows():
             self._flush()
         backend, library = self.backend, self.backend.library
         self.pool.enter(library)
@@ -199,8 +202,10 @@ class KVAllocator(PoolAllocator):
             self._check_capture(None)
             if need == 0:
                 return backend.output(library, 0)[0]
-            result, slots = backend.output(library, need)
             new = pages - pages_for(before, self.page_size)
+            if new > self.pool.num_pages:
+                return self._finish(self.pool.refuse(new))  # before memory is asked for
+            result, slots = backend.output(library, need)
             constant = backend.constant
             granted = self._take(Kind.KV_ALLOC, new, constant(row), constant(before), constant(after), need, slots)
             if not granted:
@@ -209,7 +214,7 @@ class KVAllocator(PoolAllocator):
             self._last_slot[row] = (after - 1) % self.page_size
             if self._changed is not None and new:
                 self._changed.add(row)
-            return self._finish(result)
+            return self._finish_rows(result, np.array([row]), np.array([after]))
         finally:
             self.pool.leave()
 
@@ -243,10 +248,10 @@ class KVAllocator(PoolAllocator):
         offsets = np.concatenate([[0], np.cumsum(needs)]).astype(np.int64)
         total = int(offsets[-1])
         pages = -(-after // self.page_size)
-        for i in np.flatnonzero(pages > self.max_page_num)[:1]:
+        for i in np.flatnonzero((pages > self.max_page_num) | (after > INT32_LARGEST))[:1]:
             self._row_is_full(int(rows[i]), int(before[i]), int(needs[i]))
             return None
-        if self._queued_rows and not self._queued_rows.isdisjoint(rows.tolist()):
+        if self._told and not self._queued_rows().isdisjoint(rows.tolist()):
             self._flush()
         backend, library = self.backend, self.backend.library
         self.pool.enter(library)
@@ -255,8 +260,10 @@ class KVAllocator(PoolAllocator):
             as_torch = library == "torch"
             if total == 0:
                 return backend.output(library, 0)[0], _host_view(offsets, as_torch)
-            result, slots = backend.output(library, total)
             new = int((pages + -before // self.page_size).sum())
+            if new > self.pool.num_pages:
+                return self._finish(self.pool.refuse(new))
+            result, slots = backend.output(library, total)
             row_vector, befores, afters = backend.vectors(np.stack([rows, before, after]))
             if not self._take(Kind.KV_BATCH, new, row_vector, befores, afters, total, slots):
                 return None
@@ -265,7 +272,7 @@ class KVAllocator(PoolAllocator):
             self._last_slot[rows[given_some]] = (after[given_some] - 1) % self.page_size
             if self._changed is not None:
                 self._changed.update(rows.tolist())
-            return self._finish(result), _host_view(offsets, as_torch)
+            return self._finish_rows(result, rows, after), _host_view(offsets, as_torch)
         finally:
             self.pool.leave()
 
@@ -274,6 +281,12 @@ class KVAllocator(PoolAllocator):
         step = self.backend.step
         # No row is -1 here, so nothing is padding.
         return self.pool.allocate(kind, new, new, new, step, table, True, -1, rows, before, after, tokens, slots)
+
+    def _finish_rows(self, result: Any, rows: np.ndarray, lengths: np.ndarray) -> Any:
+        self._finish(result)
+        if self.debug_mode:
+            self._check_rows_unique(self.req_to_page, rows, lengths, pad_row=None)
+        return result
 
     def _row(self, req_pool_index: int) -> int:
         row = whole("req_pool_index", req_pool_index, 0)
@@ -294,7 +307,7 @@ class KVAllocator(PoolAllocator):
 
     def _row_is_full(self, row: int, before: int, need: int) -> bool:
         pages = pages_for(before + need, self.page_size)
-        if pages <= self.max_page_num:
+        if pages <= self.max_page_num and before + need <= INT32_LARGEST:
             return False
         log.warning(
             "row %d is full: %d tokens more than its %d need %d pages, but a row has %d",
@@ -323,10 +336,17 @@ class KVAllocator(PoolAllocator):
         ValueError
             If `alloced_len` is less than `real_seq_len`, or more than a row holds.
         """
-        real, alloced = whole("real_seq_len", real_seq_len, 0), whole("alloced_len", alloced_len, 0)
-        if alloced < real:
-            raise ValueError(f"alloced_len must be at least real_seq_len, {real}, not {alloced}")
-        self._queue_row(self._row(req_pool_index), real // self.page_size, alloced)
+        # One test for the common case: engines call this for every request that ends.
+        if not (
+            type(req_pool_index) is type(real_seq_len) is type(alloced_len) is int
+            and 0 <= req_pool_index < self.max_batch_size
+            and 0 <= real_seq_len <= alloced_len <= self._row_tokens
+        ):
+            real, alloced = whole("real_seq_len", real_seq_len, 0), whole("alloced_len", alloced_len, 0)
+            if alloced < real:
+                raise ValueError(f"alloced_len must be at least real_seq_len, {real}, not {alloced}")
+            req_pool_index, real_seq_len, alloced_len = self._row(req_pool_index), real, self._fits_row(alloced)
+        self._told.append((req_pool_index, real_seq_len, alloced_len))
 
     def free_req_cache(self, req_pool_index: int, alloced_len: int) -> None:
         """Queue all pages of a request.
@@ -343,20 +363,42 @@ class KVAllocator(PoolAllocator):
         ValueError
             If `alloced_len` is more than a row holds.
         """
-        self._queue_row(self._row(req_pool_index), 0, whole("alloced_len", alloced_len, 0))
+        if not (
+            type(req_pool_index) is type(alloced_len) is int
+            and 0 <= req_pool_index < self.max_batch_size
+            and 0 <= alloced_len <= self._row_tokens
+        ):
+            alloced = whole("alloced_len", alloced_len, 0)
+            req_pool_index, alloced_len = self._row(req_pool_index), self._fits_row(alloced)
+        self._told.append((req_pool_index, 0, alloced_len))
 
-    def _queue_row(self, row: int, begin: int, alloced: int) -> None:
-        end = pages_for(alloced, self.page_size)
-        if end > self.max_page_num:
-            most = self.max_page_num * self.page_size
-            raise ValueError(f"alloced_len must be at most {most}, what a row holds, not {alloced}")
-        self._pages_view[row] = 0
-        self._last_view[row] = self.page_size - 1
-        if begin < end:
-            self._queued_rows.add(row)
-            self._queue.extend((row, begin, end))
-            self._certain += end - begin
-            self._most += end - begin
+    def _fits_row(self, alloced: int) -> int:
+        if alloced > self._row_tokens:
+            raise ValueError(f"alloced_len must be at most {self._row_tokens}, what a row holds, not {alloced}")
+        return alloced
+
+    def _queued_rows(self) -> set[int]:
+        """Rows with frees in the queue; those told of since the last look lose their counts."""
+        told = self._told
+        if len(told) > self._heard:
+            rows = [row for row, _, _ in told[self._heard :] if row >= 0]
+            self._heard = len(told)
+            self._waiting.update(rows)
+            self._num_pages[rows] = 0
+            self._last_slot[rows] = self.page_size - 1
+        return self._waiting
+
+    @property
+    def num_pages(self) -> Any:
+        """Pages of each row as the host knows them: int32, shape (max_batch_size,), on the host."""
+        self._queued_rows()
+        return self._num_pages_view
+
+    @property
+    def last_slot(self) -> Any:
+        """Offset of each row's last token in its page: int32, shape (max_batch_size,), on the host."""
+        self._queued_rows()
+        return self._last_slot_view
 
     def free_with_diff(self, new_prefix_page_ids: Any, old_page_ids: Any) -> Any:
         """Queue those of a request's old pages that a prefix cache did not take over.
@@ -389,12 +431,15 @@ class KVAllocator(PoolAllocator):
 
     def _same_library(self, *arrays: Any) -> list[Any]:
         """The arguments as arrays that can be compared where they are."""
+        names = ("new_prefix_page_ids", "old_page_ids")
         if any(is_on_gpu(x) for x in arrays) or any(library_of(x) == "torch" for x in arrays):
             if len({library_of(x) for x in arrays}) > 1:
                 raise TypeError("new_prefix_page_ids and old_page_ids must be arrays of one library")
             if library_of(arrays[0]) in ("torch", "cupy"):
+                for x, name in zip(arrays, names, strict=True):
+                    if str(x.dtype).rpartition(".")[2] not in ("int32", "int64"):
+                        raise TypeError(f"{name} must be int32 or int64, not {x.dtype}")
                 return list(arrays)
-        names = ("new_prefix_page_ids", "old_page_ids")
         return [host_array(to_host(x) if is_on_gpu(x) else x, n) for x, n in zip(arrays, names, strict=True)]
 
     def append_to_later_free(self, page_ids: Any) -> None:
@@ -419,9 +464,8 @@ class KVAllocator(PoolAllocator):
             if not self._entries:
                 backend.queue_begin()
             self._entries.append(backend.queue(vector))
-            self._queue.extend((-1, begin, begin + n))
-            self._most += n
-            self._certain += n if exact else 0
+            self._told.append((-1, begin, begin + n))
+            self._uncertain += 0 if exact else n
         finally:
             self.pool.leave()
 
@@ -457,48 +501,68 @@ class KVAllocator(PoolAllocator):
             Not looked at; engines pass it.
         """
         row = self._row(req_pool_index)
+        self._queued_rows()
         pages = int(self._num_pages[row])
         if self._in_group:
-            self._queue_row(row, 0, pages * self.page_size)
+            self._told.append((row, 0, pages * self.page_size))
             return
-        self._num_pages[row] = 0
-        self._last_slot[row] = self.page_size - 1
-        if pages:
-            self._run_queue(array("q", (row, 0, pages)), [], pages, pages)
-
-    def _flush(self) -> None:
-        queue, entries, certain, most = self._queue, self._entries, self._certain, self._most
-        self._forget_queue()
-        if queue:
-            self._run_queue(queue, entries, certain, most)
-
-    def _forget_queue(self) -> None:
-        self._queue = array("q")  # row, or -1 for the entries, and the range in it, one after the other
-        self._entries: list[Any] = []
-        self._queued_rows: set[int] = set()
-        self._certain = self._most = 0
-
-    def _run_queue(self, queue: array[int], entries: list[Any], certain: int, most: int) -> None:
-        backend = self.backend
+        if not pages:
+            return
         self.pool.enter("")
         try:
-            columns = backend.vectors(np.frombuffer(queue, np.int64).reshape(-1, 3).T.copy())
-            table = backend.table(self.req_to_page, "req_to_page")
-            given = backend.queued(entries) if entries else None
-            self.pool.run(
-                Kind.FREE_QUEUE,
-                0 if self.pool.may_share() else certain,
-                most,
-                backend.free_queue,
-                table,
-                *columns,
-                given,
-                self._where,
-                backend.slot_refs(self.token_slot_refs),
-            )
+            self._run_queue(np.array([[row], [0], [pages]]), [], 0)
+            self._num_pages[row] = 0
+            self._last_slot[row] = self.page_size - 1
             self._finish(None)
         finally:
             self.pool.leave()
+
+    def _flush(self) -> None:
+        if not self._told:
+            return
+        self.pool.enter("", raising=False)  # what is queued must not be lost
+        try:
+            self._queued_rows()
+            rows, begins, ends = np.fromiter(chain.from_iterable(self._told), np.int64).reshape(-1, 3).T
+            # What was told of rows is in tokens, what was told of entries is their range.
+            of_rows = rows >= 0
+            begins = np.where(of_rows, begins // self.page_size, begins)
+            ends = np.where(of_rows, -(-ends // self.page_size), ends)
+            some = begins < ends
+            if some.any():
+                self._run_queue(np.stack([rows[some], begins[some], ends[some]]), self._entries, self._uncertain)
+            self._forget_queue()
+            self._finish(None)
+            self.pool.raise_recorded()
+        finally:
+            self.pool.leave()
+
+    def _forget_queue(self) -> None:
+        # (row, tokens that stay, tokens that have a slot), or (-1, range of the entries)
+        self._told: list[tuple[int, int, int]] = []
+        self._heard = 0
+        self._waiting = set()
+        self._entries: list[Any] = []
+        self._uncertain = 0
+
+    def _run_queue(self, columns: np.ndarray, entries: list[Any], uncertain: int) -> None:
+        backend = self.backend
+        most = int((columns[2] - columns[1]).sum())
+        rows, begins, ends = backend.vectors(columns)
+        table = backend.table(self.req_to_page, "req_to_page")
+        self.pool.run(
+            Kind.FREE_QUEUE,
+            0 if self.pool.may_share() else most - uncertain,
+            most,
+            backend.free_queue,
+            table,
+            rows,
+            begins,
+            ends,
+            backend.queued(entries) if entries else None,
+            self._where,
+            self._slot_refs,
+        )
 
     # ---- the whole ---------------------------------------------------------------------------------------------
 
@@ -521,16 +585,16 @@ class KVAllocator(PoolAllocator):
 
     def clear(self) -> None:
         """Free every page, in order, and zero all tables; what is queued is dropped."""
-        self._forget_queue()
-        self._in_group = False
-        self._num_pages[:] = 0
-        self._last_slot[:] = self.page_size - 1
         self.pool.enter(self.backend.library)
         try:
             self.pool.clear(self.pool.capacity)
+            self._forget_queue()
+            self._in_group = False
+            self._num_pages[:] = 0
+            self._last_slot[:] = self.page_size - 1
             for array in (self.req_to_page, self.token_slot_refs, self._on_host):
                 self.backend.fill_zero(array)
-            self._changed = set()
+            self._changed = None if self._in_graphs else set()
         finally:
             self.pool.leave()
 
@@ -550,20 +614,30 @@ class KVAllocator(PoolAllocator):
                 host[rows] = self.backend.rows_to_host(self.req_to_page, rows)
             finally:
                 self.pool.leave()
-            self._changed = set()
+            self._changed = None if self._in_graphs else set()
         return self._on_host
 
     def _before_step(self, table: Any, rows: Any) -> None:
         """What is queued in these rows is freed before they get new pages."""
-        if table is not self.req_to_page or not self._queued_rows:
+        if not self._told or not self._is_mine(table, in_part=True):
             return
-        if is_on_gpu(rows) or not self._queued_rows.isdisjoint(host_array(rows, "req_pool_indices").tolist()):
+        unknown = not self._is_mine(table) or is_on_gpu(rows)
+        if unknown or not self._queued_rows().isdisjoint(host_array(rows, "req_pool_indices").tolist()):
             self._flush()
 
+    def _is_mine(self, table: Any, in_part: bool = False) -> bool:
+        """Whether this is `req_to_page`, maybe as another array over its memory, or at least shares cells with it."""
+        if table is self.req_to_page:
+            return True
+        backend = self.backend
+        given, mine = backend.table(table, "table"), backend.table(self.req_to_page, "req_to_page")
+        return backend.tables_overlap(given, mine) if in_part else backend.tables_equal(given, mine)
+
     def _after_step(self, table: Any, rows: Any, lengths: np.ndarray | None) -> None:
-        if table is not self.req_to_page:
+        if not self._is_mine(table, in_part=True):
             return
-        if lengths is None:
+        self._in_graphs = self._in_graphs or self.pool.capturing
+        if lengths is None or not self._is_mine(table):
             self._changed = None
             return
         listed = host_array(rows, "req_pool_indices")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from unittest import mock
@@ -159,7 +160,8 @@ def test_a_full_row_is_told_once(kv, caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING, "cupaged"):
         assert kv.alloc_batch([1, 0, 2], [1, 2, 1], [0, 19, 0]) is None
-    assert len(caplog.records) == 1 and "row 0" in caplog.text
+    assert len(caplog.records) == 1
+    assert "row 0" in caplog.text
     caplog.clear()
     assert kv.alloc(0, 10**30, 0) is None
     assert everything(kv) == before
@@ -185,7 +187,7 @@ def test_alloc_batch_equals_single_allocs(backend):
     assert singles == [[14, 15, 16], [7, *range(20, 28)], [], [28]]
     assert offsets.tolist() == [0, 3, 12, 12, 13]
     assert offsets.dtype == np.int64
-    assert [slots[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)] == singles
+    assert [slots[a:b].tolist() for a, b in itertools.pairwise(offsets)] == singles
     assert everything(one) == everything(many)
 
 
@@ -357,7 +359,7 @@ def test_groups_as_a_context_and_begun_twice(kv):
         kv.free(1)
         assert kv.available_size() == 7
     assert kv.available_size() == 8
-    with pytest.raises(ZeroDivisionError), kv.free_group():
+    with pytest.raises(ZeroDivisionError), kv.free_group():  # noqa: PT012
         kv.free(0)
         raise ZeroDivisionError
     assert kv.available_size() == 9
@@ -405,10 +407,7 @@ def test_the_queue_is_flushed_by_a_step(kv, step, how):
     rows: list = [0] if how == "rows of it" else [1]
     given = {"list": rows, "array": np.array(rows, np.int32)}.get(how, on_device(kv, rows))
     lens = [on_device(kv, [0]), on_device(kv, [1])] if how == "device" else [[0], [1]]
-    if step == "decode":
-        slots = kv.decode_step(table, given, lens[0])
-    else:
-        slots = kv.extend_step(table, given, *lens, 1)
+    slots = kv.decode_step(table, given, lens[0]) if step == "decode" else kv.extend_step(table, given, *lens, 1)
     assert slots.tolist() == [20]
     kv.free_group_end()
     kv.check()
@@ -619,7 +618,8 @@ def test_torch_tables():
     kv.free_group_end()
     assert kv.free_slots.tolist() == [4, 5, 6, 7, 8, 9, 2]
     out = kv.decode_step(kv.req_to_page, torch.tensor([2]), torch.tensor([0], dtype=torch.int32))
-    assert isinstance(out, torch.Tensor) and out.tolist() == [16]
+    assert isinstance(out, torch.Tensor)
+    assert out.tolist() == [16]
 
 
 # ---- clear, and counts that steps keep -----------------------------------------------------------------------------
@@ -832,12 +832,12 @@ def test_debug_finds_duplicates_in_a_row(backend):
     kv = make_kv(backend, debug=True)
     kv.alloc(0, 16, 0)
     kv.req_to_page[0, 1] = 1
-    with pytest.raises(cupaged.IntegrityError, match="row 0.*page 1 twice"):
+    with pytest.raises(cupaged.IntegrityError, match=r"row 0.*page 1 twice"):
         kv.alloc(0, 1, 16)
     kv = make_kv(backend, debug=True)
     kv.alloc_batch([0, 1], [8, 4], [0, 0])
     kv.req_to_page[0, 1] = 1
-    with pytest.raises(cupaged.IntegrityError, match="row 0.*page 1 twice"):
+    with pytest.raises(cupaged.IntegrityError, match=r"row 0.*page 1 twice"):
         kv.alloc_batch([1, 0], [1, 1], [4, 8])
     kv = make_kv(backend, debug=True)
     kv.alloc_batch([0, 1], [8, 8], [0, 0])

@@ -63,6 +63,11 @@ class Model:
             self.lens[row] += new
         return slots
 
+    def refuses(self, batch: list[tuple[int, int]]) -> bool:
+        """Whether a request would write into a page that has another owner too."""
+        written = (self.rows[row][-1] for row, new in batch if new and self.lens[row] % self.size)
+        return any(self.owners[page] > 1 for page in written)
+
     def drop(self, entries: list[tuple[int, int]]) -> list[int]:
         """Take one owner off each; those that have none left, as they go to the free list."""
         gone = []
@@ -90,6 +95,8 @@ class Model:
 
 
 class Base(RuleBasedStateMachine):
+    device_lengths = False  # whether some lengths are given where only a device reads them
+
     def pick_rows(self, data, values, **limits):
         return data.draw(st.lists(st.sampled_from(values), unique=True, **limits)) if values else []
 
@@ -113,7 +120,9 @@ class Base(RuleBasedStateMachine):
         after = [a + b for a, b in zip(before, added, strict=True)]
         if max(after, default=0) > COLUMNS * size:
             return
-        self.only_device = data.draw(st.booleans())
+        self.only_device = self.device_lengths and data.draw(st.booleans())
+        if model.refuses([each for each in zip(rows, added, strict=True) if each[0] != PAD]):
+            return
         self.before_step(rows)
         total = sum(added)
         bound = len(rows) if how == "decode" else total // size + len(rows) + 1
@@ -138,7 +147,7 @@ class Base(RuleBasedStateMachine):
         rows = self.padded(data, self.pick_rows(data, self.living_rows(), max_size=3))
         before = [0 if row == PAD else model.lens[row] for row in rows]
         keep = [0 if release else data.draw(st.integers(0, n)) for n in before]
-        self.only_device = data.draw(st.booleans())
+        self.only_device = self.device_lengths and data.draw(st.booleans())
         entries = []
         for i, (row, n) in enumerate(zip(rows, keep, strict=True)):
             if row != PAD:
@@ -183,6 +192,8 @@ class Base(RuleBasedStateMachine):
 
 class Slots(Base):
     """Whole steps over slot tables."""
+
+    device_lengths = True
 
     @initialize(size=st.sampled_from([1, 2, 3, 8]), pages=st.integers(1, 14), need_sort=st.booleans())
     def begin(self, size, pages, need_sort):
@@ -267,11 +278,8 @@ class Kv(Base):
         self.lower(self.model.drop(entries))
 
     def before_step(self, rows) -> None:
-        # What only the device can read may name any row.
         if self.queued & set(rows):
             self.flush()
-        elif self.only_device and self.queued:
-            self.only_device = False
 
     def learn(self, batch, cut=False) -> None:
         for row, _ in batch:
@@ -298,6 +306,8 @@ class Kv(Base):
         model = self.model
         need = data.draw(st.integers(0, 2 * model.size + 1))
         before = model.lens[row]
+        if model.refuses([(row, need)]):
+            return
         if before + need > COLUMNS * model.size:
             slots = None
         else:
@@ -317,6 +327,8 @@ class Kv(Base):
         rows = self.pick_rows(data, list(range(ROWS)), max_size=4)
         needs = [data.draw(st.integers(0, 2 * model.size + 1)) for _ in rows]
         before = [model.lens[row] for row in rows]
+        if model.refuses(list(zip(rows, needs, strict=True))):
+            return
         slots = None
         if all(a + b <= COLUMNS * model.size for a, b in zip(before, needs, strict=True)):
             if self.queued & set(rows):
@@ -339,10 +351,6 @@ class Kv(Base):
     @rule(data=st.data(), release=st.booleans())
     def end(self, data, release):
         self.give_back(data, self.tables, release)
-        if self.only_device:  # the host's counts are stale: these rows are not freed by them
-            self.counts = [self.model.up(n) if self.counts[row] else 0 for row, n in enumerate(self.model.lens)]
-            for kv in self.pools.values():
-                kv.num_pages[:] = self.counts
 
     @rule(row=st.integers(0, ROWS - 1), data=st.data())
     def finish(self, row, data):

@@ -46,6 +46,7 @@ KERNELS = (
 _SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu")
 PLAN_THREADS = 1024
 TILE = 256
+STAGING = 1 << 20  # bytes of pinned memory that host arguments go through
 SMALL_WRITE = 4096  # tokens that one block plans and writes in a single launch
 SMALL_FREE = 4096  # slots that one block marks and settles in a single launch
 
@@ -432,6 +433,9 @@ class CupyBackend(CudaBackend):
             self._functions = _functions(cupy.cuda.runtime.getDevice())
             self._streams: dict[int, Any] = {}
             self._event = cupy.cuda.Event(disable_timing=True)
+            self._stagings: list[tuple[Any, list[Any]]] = []
+            self._staging_half = self._staging_used = 0
+            self._make_staging()
             super().__init__(**options)
             self._struct = self._args[0]
             self._arguments = (self._struct,)
@@ -488,15 +492,39 @@ class CupyBackend(CudaBackend):
         return array, array.data.ptr
 
     def _upload(self, array: np.ndarray) -> Any:
-        with self._stream_object():
-            return self._cupy.array(array)
+        if array.nbytes > STAGING // 4:
+            with self._stream_object():
+                return self._cupy.array(array)
+        copy, address = self._empty(array.size, array.dtype)
+        if array.nbytes:
+            source = self._staged(array)
+            self._runtime.memcpyAsync(address, source, array.nbytes, 1, self._stream)
+        return copy
 
-    def _mapped(self, n: int) -> tuple[memoryview, int]:
-        flags = self._runtime.hostAllocMapped | self._runtime.hostAllocPortable
-        self._pinned = self._cupy.cuda.PinnedMemory(8 * n, flags)
-        words = (ctypes.c_longlong * n).from_address(self._pinned.ptr)
-        ctypes.memset(self._pinned.ptr, 0, 8 * n)
-        return memoryview(words).cast("B").cast("Q"), self._pinned.ptr
+    def _staged(self, array: np.ndarray) -> int:
+        """Address of a copy of a host array in pinned memory, which is used in halves, one after the other."""
+        half = STAGING // 2
+        if self._staging_used + array.nbytes > half:
+            self._runtime.eventRecord(self._staging_events[self._staging_half].ptr, self._stream)
+            self._staging_half ^= 1
+            self._staging_used = 0
+            if not self._staging_events[self._staging_half].done:  # a copy out of it may still be queued
+                self._make_staging()
+        begin = self._staging_half * half + self._staging_used
+        self._staging_view[begin : begin + array.nbytes] = array.view(np.uint8)
+        self._staging_used += -(-array.nbytes // 16) * 16
+        return self._staging.ptr + begin
+
+    def _make_staging(self) -> None:
+        """New pinned memory; what it replaces stays for as long as copies out of it may be queued."""
+        self._stagings = [(old, events) for old, events in self._stagings if not all(e.done for e in events)]
+        events = [self._cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._staging = self._cupy.cuda.PinnedMemory(STAGING, self._runtime.hostAllocPortable)
+        self._stagings.append((self._staging, events))
+        raw: Any = (ctypes.c_ubyte * STAGING).from_address(self._staging.ptr)
+        self._staging_view = np.frombuffer(raw, np.uint8)
+        self._staging_events = events
+        self._staging_half = self._staging_used = 0
 
     def _native_zeros(self, shape: tuple[int, ...]) -> Any:
         return self._cupy.zeros(shape, np.int32)

@@ -250,6 +250,22 @@ class GpuBackend:
         far = address + stride * (length - 1)
         return min(address, far) < out + n * self.index_dtype.itemsize and out < max(address, far) + 4 + 4 * wide
 
+    def table_overlaps(self, table: DeviceTable, out: int, n: int) -> bool:
+        """Whether a table lies where the output goes."""
+        begin, end = _span(table)
+        return begin < out + n * self.index_dtype.itemsize and out < end
+
+    @staticmethod
+    def tables_overlap(one: DeviceTable, other: DeviceTable) -> bool:
+        """Whether two tables share memory."""
+        (begin, end), (other_begin, other_end) = _span(one), _span(other)
+        return begin < other_end and other_begin < end
+
+    @staticmethod
+    def tables_equal(one: DeviceTable, other: DeviceTable) -> bool:
+        """Whether two tables are the same cells in the same places."""
+        return one[:4] == other[:4]
+
     def segment(self, vector: DeviceVector) -> DeviceVector:
         """Every page_size-th entry."""
         address, stride, wide, n, owner = vector
@@ -332,3 +348,12 @@ class GpuBackend:
             self._copy_entries(v, end)
             end += 8 * v[3]
         return address, 8, 1, total, array
+
+
+def _span(table: DeviceTable) -> tuple[int, int]:
+    """First address of a table, and the one behind its last."""
+    address, stride, rows, columns, _ = table
+    if not rows or not columns:
+        return address, address
+    last = address + 4 * stride * (rows - 1)
+    return min(address, last), max(address, last) + 4 * columns

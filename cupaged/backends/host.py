@@ -129,6 +129,21 @@ class HostBackend:
             return False
         return np.may_share_memory(vector, out)
 
+    @staticmethod
+    def table_overlaps(table: np.ndarray, out: np.ndarray, n: int) -> bool:
+        """Whether a table lies where the output goes."""
+        return np.may_share_memory(table, out)
+
+    @staticmethod
+    def tables_overlap(one: np.ndarray, other: np.ndarray) -> bool:
+        """Whether two tables share memory."""
+        return np.may_share_memory(one, other)
+
+    @staticmethod
+    def tables_equal(one: np.ndarray, other: np.ndarray) -> bool:
+        """Whether two tables are the same cells in the same places."""
+        return (one.ctypes.data, one.shape, one.strides) == (other.ctypes.data, other.shape, other.strides)
+
     def enter(self, library: str) -> bool:
         """Order this op behind the last one; True while the stream is being captured."""
         return False
@@ -156,7 +171,7 @@ class HostBackend:
 
     def vectors(self, columns: np.ndarray) -> tuple[np.ndarray, ...]:
         """Rows of an int64 array, each as a vector."""
-        return tuple(columns)
+        return tuple(np.ascontiguousarray(row) for row in columns)
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """New int32 array in the library of results."""
