@@ -134,7 +134,7 @@ class KVAllocator(PoolAllocator):
         self._last_slot = np.full(self.max_batch_size, page_size - 1, np.int32)
         self._num_pages_view = _host_view(self._num_pages, as_torch)
         self._last_slot_view = _host_view(self._last_slot, as_torch)
-        self._row_tokens = self.max_page_num * page_size
+        self._tokens_a_row = self.max_page_num * page_size
         self._in_group = False
         self._changed: set[int] | None = set()  # rows that _on_host lacks; None: any
         self._heard = 0  # of what was told, taken up in the counts
@@ -340,7 +340,7 @@ class KVAllocator(PoolAllocator):
         if not (
             type(req_pool_index) is type(real_seq_len) is type(alloced_len) is int
             and 0 <= req_pool_index < self.max_batch_size
-            and 0 <= real_seq_len <= alloced_len <= self._row_tokens
+            and 0 <= real_seq_len <= alloced_len <= self._tokens_a_row
         ):
             real, alloced = whole("real_seq_len", real_seq_len, 0), whole("alloced_len", alloced_len, 0)
             if alloced < real:
@@ -366,15 +366,15 @@ class KVAllocator(PoolAllocator):
         if not (
             type(req_pool_index) is type(alloced_len) is int
             and 0 <= req_pool_index < self.max_batch_size
-            and 0 <= alloced_len <= self._row_tokens
+            and 0 <= alloced_len <= self._tokens_a_row
         ):
             alloced = whole("alloced_len", alloced_len, 0)
             req_pool_index, alloced_len = self._row(req_pool_index), self._fits_row(alloced)
         self._told.append((req_pool_index, 0, alloced_len))
 
     def _fits_row(self, alloced: int) -> int:
-        if alloced > self._row_tokens:
-            raise ValueError(f"alloced_len must be at most {self._row_tokens}, what a row holds, not {alloced}")
+        if alloced > self._tokens_a_row:
+            raise ValueError(f"alloced_len must be at most {self._tokens_a_row}, what a row holds, not {alloced}")
         return alloced
 
     def _queued_rows(self) -> set[int]:
