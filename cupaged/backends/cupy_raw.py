@@ -526,6 +526,13 @@ class CupyBackend(CudaBackend):
         self._staging_events = events
         self._staging_half = self._staging_used = 0
 
+    def _mapped(self, n: int) -> tuple[memoryview, int]:
+        flags = self._runtime.hostAllocMapped | self._runtime.hostAllocPortable
+        self._pinned = self._cupy.cuda.PinnedMemory(8 * n, flags)
+        words = (ctypes.c_longlong * n).from_address(self._pinned.ptr)
+        ctypes.memset(self._pinned.ptr, 0, 8 * n)
+        return memoryview(words).cast("B").cast("Q"), self._pinned.ptr
+
     def _native_zeros(self, shape: tuple[int, ...]) -> Any:
         return self._cupy.zeros(shape, np.int32)
 
