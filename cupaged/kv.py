@@ -264,7 +264,7 @@ class KVAllocator(PoolAllocator):
             if new > self.pool.num_pages:
                 return self._finish(self.pool.refuse(new))
             result, slots = backend.output(library, total)
-            row_vector, befores, afters = backend.vectors(np.stack([rows, before, after]))
+            row_vector, befores, afters = backend.columns(np.stack([rows, before, after], axis=1))
             if not self._take(Kind.KV_BATCH, new, row_vector, befores, afters, total, slots):
                 return None
             given_some = needs > 0
@@ -381,9 +381,11 @@ class KVAllocator(PoolAllocator):
         """Rows with frees in the queue; those told of since the last look lose their counts."""
         told = self._told
         if len(told) > self._heard:
-            rows = [row for row, _, _ in told[self._heard :] if row >= 0]
+            new = [entry for entry in told[self._heard :] if entry[0] >= 0]
             self._heard = len(told)
-            self._waiting.update(rows)
+            size = self.page_size
+            self._waiting.update(row for row, stay, have in new if stay // size * size < have)
+            rows = [row for row, _, _ in new]
             self._num_pages[rows] = 0
             self._last_slot[rows] = self.page_size - 1
         return self._waiting
@@ -510,7 +512,7 @@ class KVAllocator(PoolAllocator):
             return
         self.pool.enter("")
         try:
-            self._run_queue(np.array([[row], [0], [pages]]), [], 0)
+            self._run_queue(np.array([[row, 0, pages]]), [], 0)
             self._num_pages[row] = 0
             self._last_slot[row] = self.page_size - 1
             self._finish(None)
@@ -522,15 +524,20 @@ class KVAllocator(PoolAllocator):
             return
         self.pool.enter("", raising=False)  # what is queued must not be lost
         try:
-            self._queued_rows()
-            rows, begins, ends = np.fromiter(chain.from_iterable(self._told), np.int64).reshape(-1, 3).T
-            # What was told of rows is in tokens, what was told of entries is their range.
-            of_rows = rows >= 0
-            begins = np.where(of_rows, begins // self.page_size, begins)
-            ends = np.where(of_rows, -(-ends // self.page_size), ends)
-            some = begins < ends
-            if some.any():
-                self._run_queue(np.stack([rows[some], begins[some], ends[some]]), self._entries, self._uncertain)
+            told = np.fromiter(chain.from_iterable(self._told), np.int64, 3 * len(self._told)).reshape(-1, 3)
+            # What was told of rows is in tokens, what was told of entries (row -1) is their range.
+            of_rows = told[told[:, 0] >= 0] if self._entries else told
+            of_rows[:, 1] //= self.page_size
+            of_rows[:, 2] += self.page_size - 1
+            of_rows[:, 2] //= self.page_size
+            if self._entries:
+                told[told[:, 0] >= 0] = of_rows
+            fresh = told[self._heard :, 0]  # rows heard of before may have been allocated to since
+            fresh = fresh[fresh >= 0] if self._entries else fresh
+            some = told[:, 1] < told[:, 2]
+            self._run_queue(told if some.all() else told[some], self._entries, self._uncertain)
+            self._num_pages[fresh] = 0
+            self._last_slot[fresh] = self.page_size - 1
             self._forget_queue()
             self._finish(None)
             self.pool.raise_recorded()
@@ -545,10 +552,13 @@ class KVAllocator(PoolAllocator):
         self._entries: list[Any] = []
         self._uncertain = 0
 
-    def _run_queue(self, columns: np.ndarray, entries: list[Any], uncertain: int) -> None:
+    def _run_queue(self, ranges: np.ndarray, entries: list[Any], uncertain: int) -> None:
+        """Free the pages of (row, first, end) each."""
         backend = self.backend
-        most = int((columns[2] - columns[1]).sum())
-        rows, begins, ends = backend.vectors(columns)
+        most = int(ranges[:, 2].sum() - ranges[:, 1].sum())
+        if most == 0:
+            return
+        rows, begins, ends = backend.columns(ranges)
         table = backend.table(self.req_to_page, "req_to_page")
         self.pool.run(
             Kind.FREE_QUEUE,

@@ -57,7 +57,7 @@ def test_in_the_simulator():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _honest_simulator():
+def honest_simulator():
     """The simulator's shared arrays, with garbage in them, and made once a block: it makes them without a lock."""
     if not SIMULATED:
         yield

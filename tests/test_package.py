@@ -74,6 +74,10 @@ def test_compiled_host_kernels_stay_in_range_as_plain_python():
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
     assert done.stdout == "None\n", done.stdout + done.stderr
+    tables = [sys.executable, "-m", "tests.play_uncompiled"]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(tables, capture_output=True, text=True, timeout=300, env=environment, cwd=root)
+    assert done.returncode == 0, done.stderr
 
 
 def test_cache_that_cannot_be_written_is_no_error(tmp_path):

@@ -169,9 +169,9 @@ class HostBackend:
         """Every page_size-th entry."""
         return np.ascontiguousarray(vector[:: self.page_size])
 
-    def vectors(self, columns: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Rows of an int64 array, each as a vector."""
-        return tuple(np.ascontiguousarray(row) for row in columns)
+    def columns(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Columns of an int64 array, each as a vector."""
+        return tuple(np.ascontiguousarray(column) for column in array.T)
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """New int32 array in the library of results."""

@@ -897,6 +897,145 @@ def retain_page_ids(pages, words, mail, entries, n, host_op, error_ack, kind):
         end_op(words, mail, STATUS_OK)
 
 
+# Hand-offs. They only read the state. Every block counts all requests, and writes its part of the output: the entry of
+# a request is looked for among the threads' shares of the batch, and then in that share.
+
+
+@_device
+def readable(words, table, tables, pad_row, row, length):
+    if row == pad_row or row < 0 or row >= table.shape[0]:
+        return False
+    return lengths_hold(0, length) and fits_table(words, table, tables, length)
+
+
+@_device
+def page_in_table(words, table, tables, row, nth):
+    """The nth page of a row, or the padding page where the cell names none of this pool."""
+    if tables == OF_PAGES:
+        page = np.int64(table[row, nth])
+    else:
+        page = page_of(np.int64(table[row, nth * words[PAGE_SIZE]]), words[PAGE_SIZE])
+    return page if 0 <= page <= words[CAPACITY] else np.int64(0)
+
+
+@_device
+def slot_in_table(words, table, tables, row, token):
+    """Slot of a token, or -1 where the cell names none of this pool."""
+    slot = last_slot(words, table, tables, row, token + 1)
+    return slot if 0 <= slot < (words[CAPACITY] + 1) * words[PAGE_SIZE] else np.int64(-1)
+
+
+@_device
+def listed_pages(words, table, rows, seq, tables, pad_row, i):
+    length = at(seq, i)
+    if readable(words, table, tables, pad_row, at(rows, i), length):
+        return pages_of(words, length)
+    return np.int64(0)
+
+
+@_device
+def mapped_tokens(prefix, seq, i):
+    before, length = at(prefix, i), at(seq, i)
+    return length - before if lengths_hold(before, length) else np.int64(0)
+
+
+@_device
+def thread_of(shares, number):
+    """The thread in whose share an entry lies: the last share, of running sums, that begins no later."""
+    low, high = 0, THREADS - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if shares[middle] <= number:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@_kernel("int64[::1]", _TABLE, _VECTOR, _VECTOR, _VECTOR, _VECTOR, _VECTOR, "int64, int64, int64, int64")
+def list_pages(words, table, rows, seq, indptr, indices, last, n, room, tables, pad_row):
+    # FlashInfer's tables. The first block lists where each request begins and ends.
+    page_shares = cuda.shared.array(THREADS, np.int64)
+    total = cuda.shared.array(1, np.int64)
+    thread = cuda.threadIdx.x
+    begin, end = share(n, thread)
+    number = 0
+    for i in range(begin, end):
+        number += listed_pages(words, table, rows, seq, tables, pad_row, i)
+    page_shares[thread] = number
+    cuda.syncthreads()
+    if thread == 0:
+        total[0] = running_sum(page_shares)
+    cuda.syncthreads()
+    if cuda.blockIdx.x == 0:
+        if thread == 0:
+            indptr[0, 0] = 0
+        number = page_shares[thread]
+        for i in range(begin, end):
+            pages = listed_pages(words, table, rows, seq, tables, pad_row, i)
+            given = lesser(pages, greater(np.int64(0), room - number))
+            tokens = words[PAGE_SIZE] if given > 0 else np.int64(0)
+            if given > 0 and given == pages:
+                tokens = at(seq, i) - (pages - 1) * words[PAGE_SIZE]
+            number += pages
+            last[i, 0], indptr[i + 1, 0] = tokens, lesser(number, room)
+    for entry in range(np.int64(cuda.grid(1)), room, np.int64(cuda.gridsize(1))):
+        page = np.int64(0)
+        if entry < total[0]:
+            owner = thread_of(page_shares, entry)
+            i, _ = share(n, owner)
+            nth = entry - page_shares[owner]
+            pages = listed_pages(words, table, rows, seq, tables, pad_row, i)
+            while nth >= pages:
+                nth -= pages
+                i += 1
+                pages = listed_pages(words, table, rows, seq, tables, pad_row, i)
+            page = page_in_table(words, table, tables, at(rows, i), nth)
+        indices[entry, 0] = page
+
+
+@_kernel("int64[::1]", _TABLE, _VECTOR, _VECTOR, _TABLE, "int64, int64, int64")
+def list_blocks(words, table, rows, seq, out, parts, tables, pad_row):
+    width, kernel_size = np.int64(out.shape[1]), words[PAGE_SIZE] // parts
+    for entry in range(np.int64(cuda.grid(1)), out.shape[0] * width, np.int64(cuda.gridsize(1))):
+        i, nth = entry // width, entry % width
+        row, length, page = at(rows, i), at(seq, i), np.int64(0)
+        if readable(words, table, tables, pad_row, row, length) and nth * kernel_size < length:
+            page = page_in_table(words, table, tables, row, nth // parts) * parts + nth % parts
+        out[i, nth] = page
+
+
+@_kernel("int64[::1]", _TABLE, _VECTOR, _VECTOR, _VECTOR, _VECTOR, "int64, int64, int64, int64")
+def map_slots(words, table, rows, prefix, seq, out, n, num_tokens, tables, pad_row):
+    token_shares = cuda.shared.array(THREADS, np.int64)
+    total = cuda.shared.array(1, np.int64)
+    thread = cuda.threadIdx.x
+    begin, end = share(n, thread)
+    number = 0
+    for i in range(begin, end):
+        number += mapped_tokens(prefix, seq, i)
+    token_shares[thread] = number
+    cuda.syncthreads()
+    if thread == 0:
+        total[0] = running_sum(token_shares)
+    cuda.syncthreads()
+    for entry in range(np.int64(cuda.grid(1)), num_tokens, np.int64(cuda.gridsize(1))):
+        slot = np.int64(-1)
+        if entry < total[0]:
+            owner = thread_of(token_shares, entry)
+            i, _ = share(n, owner)
+            nth = entry - token_shares[owner]
+            tokens = mapped_tokens(prefix, seq, i)
+            while nth >= tokens:
+                nth -= tokens
+                i += 1
+                tokens = mapped_tokens(prefix, seq, i)
+            row = at(rows, i)
+            if readable(words, table, tables, pad_row, row, at(seq, i)):
+                slot = slot_in_table(words, table, tables, row, at(prefix, i) + nth)
+        put(out, entry, slot)
+
+
 # The pool as a whole.
 
 
@@ -1101,8 +1240,11 @@ class NumbaCudaBackend(GpuBackend):
         self.sort_free(0)
         self.restore(self.backup())
         self.refresh()
-        _, entry = self._empty(1, np.int64)
+        _, entry = self._empty(3, np.int64)
         self._copy_entries(one, entry)
+        self.flashinfer_tables(table, False, 0, one, one, entry, entry + 8, 1, entry + 16)
+        self.block_table(table, False, 0, one, one, 1, (entry, 1, 1, 1, None))
+        self.slot_mapping(table, False, 0, one, one, one, 1, entry)
         self.clear(self.capacity)
         cuda.synchronize()
         self.words.copy_to_device(self._constants)
@@ -1219,9 +1361,19 @@ class NumbaCudaBackend(GpuBackend):
         """The request table as the kernels take it."""
         return super().table(_as_device(x), name)
 
-    def given_output(self, out: Any, n: int) -> int:
-        """Address of the caller's `out`, checked."""
-        return super().given_output(_as_device(out), n)
+    def given_array(self, out: Any, name: str, dtype: np.dtype, n: int | None) -> tuple[int, int]:
+        """Address and length of an array that the caller gave for a result, checked; None: any length."""
+        return super().given_array(_as_device(out), name, dtype, n)
+
+    def new_array(self, library: str, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Any, int]:
+        """New array in that library, and its address."""
+        if library == "cupy":
+            array = sys.modules["cupy"].empty(shape, dtype)
+            return array, array.data.ptr
+        if library == "torch":
+            return super().new_array(library, shape, dtype)
+        array = cuda.device_array(shape, dtype)
+        return array, _address(array)
 
     def from_host(self, library: str, array: np.ndarray) -> Any:
         """A new array of that library with these elements."""
@@ -1364,6 +1516,31 @@ class NumbaCudaBackend(GpuBackend):
 
     def refresh(self) -> None:
         self._launch("refresh_pool", 1, self.words, self.mailbox, *self._op)
+
+    def flashinfer_tables(
+        self, table, paged: bool, pad_row: int, rows, seq, indptr: int, indices: int, length: int, last: int
+    ) -> None:
+        n, tables = rows[3], OF_PAGES if paged else OF_SLOTS
+        lists = ((indptr, n + 1), (indices, length), (last, n))
+        outs = [self._entries((address, 4, 0, entries, None)) for address, entries in lists]
+        batch = self._cells(table), self._entries(rows), self._entries(seq)
+        blocks = _blocks(-(-length // THREADS))
+        self._launch("list_pages", blocks, self.words, *batch, *outs, n, length, tables, pad_row)
+
+    def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out: DeviceTable) -> None:
+        entries, tables = out[2] * out[3], OF_PAGES if paged else OF_SLOTS
+        if entries:
+            batch = self._cells(table), self._entries(rows), self._entries(seq)
+            blocks = _blocks(-(-entries // THREADS))
+            self._launch("list_blocks", blocks, self.words, *batch, self._cells(out), parts, tables, pad_row)
+
+    def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: int) -> None:
+        n, tables = rows[3], OF_PAGES if paged else OF_SLOTS
+        if num_tokens:
+            batch = self._cells(table), *map(self._entries, (rows, prefix, seq))
+            slots = self._entries((out, 8, 1, num_tokens, None))
+            blocks = _blocks(-(-num_tokens // THREADS))
+            self._launch("map_slots", blocks, self.words, *batch, slots, n, num_tokens, tables, pad_row)
 
     def _copy_entries(self, vector: DeviceVector, address: int) -> None:
         n = vector[3]

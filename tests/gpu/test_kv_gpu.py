@@ -18,7 +18,8 @@ REQUESTS, SIZE = 256, 64
 
 
 class Concatenating:
-    """The usual way: each request queues a slice of its row, the end of the group concatenates them all."""
+    """The way that engines ship: each request queues a slice of its row, brought to the host, where the free list is;
+    the end of the group concatenates them all."""
 
     def __init__(self, kv) -> None:
         self.kv = kv
@@ -28,14 +29,15 @@ class Concatenating:
         self.queue: list = []
 
     def later(self, row: int, begin: int, end: int) -> None:
-        self.queue.append(self.table[row, begin:end])
+        self.queue.append(self.table[row, begin:end].cpu())
 
     def end(self) -> None:
         pages = torch.cat(self.queue)
+        self.free = torch.cat([self.free, pages])
+        pages = pages.cuda()
         slots = (pages[:, None] * SIZE + self.offsets).flatten()
         counted = slots[self.refs[slots] >= 1]
         self.refs[counted] -= 1
-        self.free = torch.cat([self.free, pages.cpu()])
         self.queue = []
 
 
