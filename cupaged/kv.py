@@ -126,6 +126,7 @@ class KVAllocator(PoolAllocator):
             self.req_to_page = self.backend.zeros(shape)
             self.token_slot_refs = self.backend.zeros((self.size,))
             self._slot_refs = self.backend.slot_refs(self.token_slot_refs)
+            self._cells = self.backend.table(self.req_to_page, "req_to_page")
             self._on_host = self.backend.pinned(shape)
         finally:
             self.pool.leave()
@@ -277,8 +278,7 @@ class KVAllocator(PoolAllocator):
             self.pool.leave()
 
     def _take(self, kind: Kind, new: int, rows: Any, before: Any, after: Any, tokens: int, slots: Any) -> bool:
-        table = self.backend.table(self.req_to_page, "req_to_page")
-        step = self.backend.step
+        table, step = self._cells, self.backend.step
         # No row is -1 here, so nothing is padding.
         return self.pool.allocate(kind, new, new, new, step, table, True, -1, rows, before, after, tokens, slots)
 
@@ -559,13 +559,12 @@ class KVAllocator(PoolAllocator):
         if most == 0:
             return
         rows, begins, ends = backend.columns(ranges)
-        table = backend.table(self.req_to_page, "req_to_page")
         self.pool.run(
             Kind.FREE_QUEUE,
             0 if self.pool.may_share() else most - uncertain,
             most,
             backend.free_queue,
-            table,
+            self._cells,
             rows,
             begins,
             ends,
@@ -640,7 +639,7 @@ class KVAllocator(PoolAllocator):
         if table is self.req_to_page:
             return True
         backend = self.backend
-        given, mine = backend.table(table, "table"), backend.table(self.req_to_page, "req_to_page")
+        given, mine = backend.table(table, "table"), self._cells
         return backend.tables_overlap(given, mine) if in_part else backend.tables_equal(given, mine)
 
     def _after_step(self, table: Any, rows: Any, lengths: np.ndarray | None) -> None:

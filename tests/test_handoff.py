@@ -224,7 +224,7 @@ def play(contestant, seed, page_size):
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)
-@settings(max_examples=12 if SIMULATED else 40, deadline=None)
+@settings(max_examples=8 if SIMULATED else 40, deadline=None)
 @given(seed=st.integers(0, 2**32), page_size=st.sampled_from(PAGE_SIZES))
 def test_same_as_rendering(name, seed, page_size):
     play(CONTESTANTS[name], seed, page_size)
@@ -251,7 +251,7 @@ def large(contestant, n):
 
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_large(name):
-    large(CONTESTANTS[name], 120 if SIMULATED else 2500)
+    large(CONTESTANTS[name], 60 if SIMULATED else 2500)
 
 
 def test_each_is_one_launch():

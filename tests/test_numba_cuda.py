@@ -50,8 +50,9 @@ def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(SIMULATED, reason="this is that process")
-def test_in_the_simulator():
-    done = child("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", __file__)
+@pytest.mark.parametrize("arguments", [(__file__,), (str(ROOT / "tests/test_handoff.py"), "-k", "numba-cuda")])
+def test_in_the_simulator(arguments):
+    done = child("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *arguments)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
 
@@ -271,6 +272,85 @@ def test_queued_page_lists_and_segments():
     assert orders[0] == orders[1]
 
 
+def hand_offs(pool, lend, table, rows, prefix, seq, total):
+    """Every hand-off, without `out` and with one: results on the host, and what lies around a corner given."""
+    table, rows, prefix, seq = map(lend, (table, rows, prefix, seq))
+    n = len(rows)
+    found = [*pool.flashinfer_tables(table, rows, seq), pool.expand_page_table(table, rows, seq, 2)]
+    found += [pool.block_table(table, rows, seq, 8), pool.slot_mapping(table, rows, prefix, seq, total)]
+    assert [x.dtype for x in found] == [np.dtype(np.int32)] * 5 + [np.dtype(np.int64)]
+    given = tuple(lend(np.full(k, 7, np.int32)) for k in (n + 1, 60, n))
+    assert pool.flashinfer_tables(table, rows, seq, out=given) is given
+    buffer = lend(np.full((n + 2, 25), 7, np.int32))
+    pool.expand_page_table(table, rows, seq, 1, out=buffer[:n, :24] if n else lend(np.zeros((0, 24), np.int32)))
+    slots = lend(np.full(total + 5, 7, np.int64))
+    assert pool.slot_mapping(table, rows, prefix, seq, total + 5, out=slots) is slots
+    return [to_host(x) for x in (*found, *given, buffer, slots)]
+
+
+@on_device
+@pytest.mark.parametrize("n", [5, 0])
+def test_hand_offs_of_numba_arrays(n):
+    rng = np.random.default_rng(n)
+    pools = [PagedTokenToKVPoolAllocator(60 * 4, 4, backend=name) for name in ("reference", "numba-cuda")]
+    for dtype in (np.int32, np.int64):
+        table = rng.integers(4, 61 * 4, (6, 22)).astype(np.int32)
+        rows, seq = rng.permutation(6)[:n].astype(dtype), rng.integers(0, 23, n).astype(dtype)
+        if n:
+            rows[1] = -1
+        prefix = seq // 2
+        total = int((seq - prefix).sum())
+        expected, found = (
+            hand_offs(pool, lend, table, rows, prefix, seq, total)
+            for pool, lend in zip(pools, (np.array, numba_cuda.cuda.to_device), strict=True)
+        )
+        pages = expected[0][-1]
+        assert found[1].shape == (n * 6,) if HAS_GPU else (pages,)  # the number of pages is not waited for
+        assert not found[1][pages:].any()
+        found[1] = found[1][:pages]
+        for mine, yours in zip(expected, found, strict=True):
+            np.testing.assert_array_equal(yours, mine)
+
+
+@on_device
+def test_hand_offs_check_what_is_given():
+    pool, lend = PagedTokenToKVPoolAllocator(60 * 4, 4, backend="numba-cuda"), numba_cuda.cuda.to_device
+    table, spread = lend(np.zeros((2, 8), np.int32)), lend(np.zeros(6, np.int64))
+    with pytest.raises(ValueError, match=r"out must be on cuda:0"):
+        pool.slot_mapping(table, [0], [0], [3], 3, out=np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        pool.slot_mapping(table, [0], [0], [3], 3, out=spread[::2])
+    with pytest.raises(TypeError, match="out must be int64"):
+        pool.slot_mapping(table, [0], [0], [3], 3, out=lend(np.zeros(3, np.int32)))
+    with pytest.raises(ValueError, match=r"out must be of shape \(1, 2\)"):
+        pool.block_table(table, [0], [3], 2, out=lend(np.zeros((1, 3), np.int32)))
+
+
+@on_device
+def test_hand_offs_are_one_launch_or_none():
+    backend, launched = make(), []
+    launch = backend._launch
+    backend._launch = lambda kernel, *rest: (launched.append(kernel), launch(kernel, *rest))
+    table = backend.table(numba_cuda.cuda.to_device(np.zeros((2, 8), np.int32)), "table")
+    none, one = (backend.vector(np.ones(n, np.int64), "argument") for n in (0, 1))
+    array, indptr = backend.new_array("numba", (1,), np.dtype(np.int32))
+    array[0] = 7
+    before = backend.snapshot()[2]
+    backend.flashinfer_tables(table, False, -1, none, none, indptr, 0, 0, 0)
+    assert to_host(array).tolist() == [0]
+    for rows, width in ((0, 3), (1, 0), (1, 3)):
+        out, to = backend.new_table("numba", rows, width)
+        assert out.shape == (rows, width)
+        vector = one if rows else none
+        backend.block_table(table, False, -1, vector, vector, 1, to)
+    for entries in (0, 2):
+        slots, to = backend.new_array("numba", (entries,), np.dtype(np.int64))
+        backend.slot_mapping(table, False, -1, one, one, one, entries, to)
+        assert to_host(slots).tolist() == [-1] * entries
+    assert launched == ["list_pages", "list_blocks", "map_slots"]
+    np.testing.assert_array_equal(backend.snapshot()[2], before)  # no op, no error
+
+
 def _is_contiguous(array) -> bool:
     # mapped memory is a NumPy array to numba
     return array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_c_contiguous()
@@ -441,6 +521,52 @@ def test_cupy_in_cupy_out_on_its_stream():
         assert isinstance(result, cupy.ndarray)
         assert pool.backend._stream == stream.ptr
         assert result.tolist() == list(range(4, 36, 4))
+
+
+@on_gpu
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_hand_offs_leave_in_the_library_of_their_arguments(library):
+    arrays = pytest.importorskip(library)
+    lend = arrays.asarray if library == "cupy" else lambda x: arrays.from_numpy(x).cuda()
+    pool = PagedTokenToKVPoolAllocator(60 * 4, 4, backend="numba-cuda")
+    rows, seq = lend(np.array([1, 0])), lend(np.array([6, 3]))
+    table = lend(np.arange(4, 20, dtype=np.int32).reshape(2, 8))
+    indptr, indices, last = pool.flashinfer_tables(table, rows, seq)
+    blocks = pool.block_table(table, rows, seq, 3)
+    slots = pool.slot_mapping(table, rows, seq - 1, seq, 2)
+    assert {type(x) for x in (indptr, indices, last, blocks, slots)} == {type(seq)}
+    assert indptr.tolist() == [0, 2, 3]
+    assert indices.tolist() == [3, 4, 1, 0]
+    assert last.tolist() == [2, 3]
+    assert blocks.tolist() == [[3, 4, 0], [1, 0, 0]]
+    assert slots.tolist() == [17, 6]
+    buffer = lend(np.full((3, 5), 7, np.int32))
+    pool.block_table(table, rows, seq, 3, out=buffer[:2, :3])
+    assert buffer.tolist() == [[3, 4, 0, 7, 7], [1, 0, 0, 7, 7], [7] * 5]
+
+
+@on_gpu
+def test_hand_offs_in_a_graph():
+    torch = pytest.importorskip("torch")
+    pool = PagedTokenToKVPoolAllocator(60 * 4, 4, backend="numba-cuda")
+    table = torch.arange(4, 20, dtype=torch.int32, device="cuda").view(2, 8)
+    rows, seq = torch.tensor([1, 0], device="cuda"), torch.tensor([0, 0], device="cuda")
+    given = tuple(torch.empty(n, dtype=torch.int32, device="cuda") for n in (3, 4, 2))
+    blocks = torch.empty(2, 2, dtype=torch.int32, device="cuda")
+    slots = torch.empty(9, dtype=torch.int64, device="cuda")
+    zeros = torch.zeros_like(seq)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.flashinfer_tables(table, rows, seq, out=given)
+        pool.block_table(table, rows, seq, 2, out=blocks)
+        pool.slot_mapping(table, rows, zeros, seq, 9, out=slots)
+    for lengths, pages, mapped in (([6, 3], [3, 4, 1, 0], [*range(12, 18), 4, 5, 6]), ([0, 1], [1, 0, 0, 0], [4])):
+        seq.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert given[1].tolist() == pages
+        assert slots.tolist() == mapped + [-1] * (9 - len(mapped))
+    assert blocks.tolist() == [[0, 0], [1, 0]]
 
 
 @on_gpu

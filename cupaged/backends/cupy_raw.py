@@ -497,9 +497,9 @@ class CupyBackend(CudaBackend):
                 return self._cupy.array(array)
         copy, address = self._empty(array.size, array.dtype)
         if array.nbytes:
-            source = self._staged(array)
+            source = self._staged(array.reshape(-1))
             self._runtime.memcpyAsync(address, source, array.nbytes, 1, self._stream)
-        return copy
+        return copy if array.ndim == 1 else copy.reshape(array.shape)
 
     def _staged(self, array: np.ndarray) -> int:
         """Address of a copy of a host array in pinned memory, which is used in halves, one after the other."""

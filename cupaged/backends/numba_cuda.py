@@ -25,7 +25,7 @@ from numba.core import config
 
 from cupaged.backends.gpu import GpuBackend
 from cupaged.errors import CaptureError
-from cupaged.interop import DeviceTable, DeviceVector, is_on_gpu, to_torch
+from cupaged.interop import DeviceTable, DeviceVector, is_on_gpu, library_of, to_host, to_torch
 from cupaged.layout import (
     INT32_LARGEST,
     MAIL_WORDS,
@@ -897,8 +897,8 @@ def retain_page_ids(pages, words, mail, entries, n, host_op, error_ack, kind):
         end_op(words, mail, STATUS_OK)
 
 
-# Hand-offs. They only read the state. Every block counts all requests, and writes its part of the output: the entry of
-# a request is looked for among the threads' shares of the batch, and then in that share.
+# Hand-offs. They only read the state. Every block counts all requests, and writes its part of the output. To find
+# whose an entry is, a thread looks among the threads' shares of the batch, and then in that share.
 
 
 @_device
@@ -1379,6 +1379,26 @@ class NumbaCudaBackend(GpuBackend):
         """A new array of that library with these elements."""
         copy = cuda.to_device(np.ascontiguousarray(array), stream=self._stream_object(self._stream))
         return to_torch(copy) if library == "torch" else copy
+
+    def slot_refs(self, x: Any) -> int:
+        return super().slot_refs(_as_device(x))
+
+    def _native_zeros(self, shape: tuple[int, ...]) -> Any:
+        return cuda.to_device(np.zeros(shape, np.int32))
+
+    def _pinned_array(self, shape: tuple[int, ...]) -> np.ndarray:
+        array = cuda.pinned_array(shape, np.int32)
+        array[...] = 0
+        return array
+
+    def fill_zero(self, array: Any) -> None:
+        if library_of(array) == "numba" and not isinstance(array, np.ndarray):
+            array.copy_to_device(np.zeros(array.shape, array.dtype), stream=self._stream_object(self._stream))
+        else:
+            super().fill_zero(array)
+
+    def rows_to_host(self, table: Any, rows: Any) -> np.ndarray:
+        return to_host(table)[rows]
 
     def words_array(self, library: str, word: int) -> Any:
         """View, of shape (), of one word of the pool."""
