@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupaged.backends.reference import ReferenceBackend
-from cupaged.layout import SAVED_WORDS, Kind, Where, Word
+from cupaged.layout import SAVED_WORDS, SKIPPED_PAGE, Kind, Where, Word
 
 ERROR_WORDS = (Word.ERROR_CODE, Word.ERROR_OP, Word.ERROR_INDEX, Word.ERROR_VALUE)
 COMPARED = (*SAVED_WORDS, Word.OP, Word.HOST_OP, Word.STATUS, Word.RET, Word.OK, Word.REFUSALS)
@@ -181,6 +181,8 @@ class Script:
             begin = int(self.rng.integers(0, min(pages, 5) + 1))
             rows.append(int(row)), begins.append(begin), ends.append(min(pages, 5))
             self.tables[1][1][row] = begin * self.reference.page_size
+        if self.rng.random() < 0.3:  # as free_with_diff queues a page that stays
+            entries = np.insert(entries, int(self.rng.integers(0, entries.size + 1)), SKIPPED_PAGE)
         cut = int(self.rng.integers(0, entries.size + 1))
         rows += [-1, -1]
         begins += [0, cut]

@@ -30,6 +30,7 @@ from cupaged.layout import (
     INT32_LARGEST,
     MAIL_WORDS,
     NUM_WORDS,
+    SKIPPED_PAGE,
     WHOLE_BATCH,
     Breach,
     Kind,
@@ -817,7 +818,7 @@ def free_rows(pages, words, mail, requests, table, entries, slot_refs, n, tables
                     pages[FIRST_INDEX, page] = number
                 pages[REFS, page] -= 1
                 single += 1 if pages[REFS, page] == 1 else 0
-            elif breach_here == NO_BREACH:
+            elif breach_here == NO_BREACH and (kind != FREE_QUEUE or cell != SKIPPED_PAGE):
                 breach_here = number << 8 | (DOUBLE_FREE if is_page(words, page) else RANGE)
                 index_here, blame = np.int64(i), cell
     breach_shares[thread], index_shares[thread], blame_shares[thread] = breach_here, index_here, blame
