@@ -1,6 +1,6 @@
 """Slots of a paged KV cache for every new token of a batch of LLM requests.
 
-Importing this package needs neither CuPy nor torch nor a GPU; its public names are loaded when they are first used.
+Importing this package needs neither CuPy nor torch nor a GPU; all but the errors is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -8,27 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from cupaged import errors
+from cupaged.errors import *  # noqa: F403
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cupaged.errors import (
-        BackendError,
-        CaptureError,
-        ConcurrentCallError,
-        DeviceError,
-        DeviceTimeoutError,
-        DoubleFreeError,
-        FreePageError,
-        IntegrityError,
-        LengthError,
-        MisalignedError,
-        OutOfRangeError,
-        PoolShortError,
-        SharedPageError,
-        TableColumnError,
-        TableRowError,
-        TokenCountError,
-    )
     from cupaged.interop import to_torch
     from cupaged.kv import KVAllocator
     from cupaged.paged import PagedTokenToKVPoolAllocator
@@ -39,51 +24,10 @@ _HOME = {
     "PagedTokenToKVPoolAllocator": "cupaged.paged",
     "Stats": "cupaged.pool",
     "to_torch": "cupaged.interop",
-    **dict.fromkeys(
-        (
-            "BackendError",
-            "CaptureError",
-            "ConcurrentCallError",
-            "DeviceError",
-            "DeviceTimeoutError",
-            "DoubleFreeError",
-            "FreePageError",
-            "IntegrityError",
-            "LengthError",
-            "MisalignedError",
-            "OutOfRangeError",
-            "PoolShortError",
-            "SharedPageError",
-            "TableColumnError",
-            "TableRowError",
-            "TokenCountError",
-        ),
-        "cupaged.errors",
-    ),
 }
 
-__all__ = [
-    "BackendError",
-    "CaptureError",
-    "ConcurrentCallError",
-    "DeviceError",
-    "DeviceTimeoutError",
-    "DoubleFreeError",
-    "FreePageError",
-    "IntegrityError",
-    "KVAllocator",
-    "LengthError",
-    "MisalignedError",
-    "OutOfRangeError",
-    "PagedTokenToKVPoolAllocator",
-    "PoolShortError",
-    "SharedPageError",
-    "Stats",
-    "TableColumnError",
-    "TableRowError",
-    "TokenCountError",
-    "to_torch",
-]
+__all__ = ["KVAllocator", "PagedTokenToKVPoolAllocator", "Stats", "to_torch"]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:
