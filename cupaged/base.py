@@ -49,7 +49,9 @@ class PoolAllocator(HandOffs):
             raise ValueError(f"page_size must be at most 2**31 - 1, not {page_size}")
         self._last_possible_slot = (num_pages + 1) * page_size - 1
         if self._last_possible_slot > np.iinfo(index_dtype).max:
-            raise ValueError(f"size makes {num_pages} pages of {page_size} slots, whose slots do not fit {index_dtype}")
+            raise ValueError(
+                f"{num_pages} pages of {page_size} slots, by size, have slots that do not fit {index_dtype}"
+            )
         if isinstance(refused_slot, bool) or refused_slot not in (0, -1):
             raise ValueError(f"refused_slot must be 0 or -1, not {refused_slot!r}")
         if errors not in ("raise", "defer"):

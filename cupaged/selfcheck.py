@@ -221,7 +221,7 @@ class _Player:
             array = np.repeat(array, 2)
         if where and self.on_gpu:
             array = self._native(array)
-        return array[::2] if kind == "strided" and len(array) else array  # numba cannot slice nothing
+        return array[::2] if kind == "strided" and len(values) else array  # numba cannot slice nothing
 
     def _native(self, array: np.ndarray) -> Any:
         """Copy to the device, in the backend's own library."""

@@ -42,7 +42,8 @@ def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"} | environment,
+        # what the outer run asks of its own coverage is not asked of this part
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTEST_ADDOPTS": ""} | environment,
         capture_output=True,
         text=True,
         timeout=300,
