@@ -76,6 +76,9 @@ def large(contestant, requests: int = 1500, small: bool = False) -> None:
     reference, other = ReferenceBackend(**chosen), contestant(**chosen)
     reference.native_library, other.native_library = "numpy", other.library
     left, right = Runner(reference), Runner(other)
+    tables = [(np.zeros((requests, width), np.int32), None) for width in (80, 27)]
+    left.take_tables(tables)
+    right.take_tables(tables)
     zeros, none, seq = np.zeros(requests, np.int64), np.full(requests, -1), rng.integers(0, 12, requests)
     wrong = none.copy()
     wrong[-1], ones = 7, zeros + 1
@@ -90,10 +93,22 @@ def large(contestant, requests: int = 1500, small: bool = False) -> None:
             (Kind.EXTEND, {"prefix": zeros, "seq": seq, "last": none, "num_tokens": int(seq.sum())}),
             (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 1400 + 2))]}),
         ]
+        rows = np.where(rng.random(requests) < 0.1, -1, rng.permutation(requests))
+        longer = seq + rng.integers(0, 60, requests)
+        misplaced = seq.copy()
+        misplaced[-2:] = 80
+        for which in (0, 1):
+            step = {"which": which, "rows": rows}
+            for prefix, after in ((zeros, seq), (seq, longer), (seq, misplaced), (None, longer), (None, misplaced)):
+                total = requests if prefix is None else int((after - prefix).sum())
+                kind = Kind.DECODE_STEP if prefix is None else Kind.EXTEND_STEP
+                script.append((kind, step | {"prefix": prefix, "seq": after, "num_tokens": total}))
     for kind, arguments in script:
         expected = left.run(kind, arguments, 0, False, 1)
         found = right.run(kind, arguments, 0, False, 1)
         assert state(reference) == state(other)
+        for mine, yours in zip(left.tables, right.tables, strict=True):
+            np.testing.assert_array_equal(to_host(yours), mine)
         if expected is not None:
             np.testing.assert_array_equal(to_host(found), expected)
 
