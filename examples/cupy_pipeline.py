@@ -29,6 +29,9 @@ VOCAB, DIM, LAYERS, HEADS, HEAD_DIM = 256, 64, 2, 4, 16
 # In float64 the order of additions moves a logit by some 1e-14, far less than the lead of the best one, which is
 # printed. So rounding cannot change a token, and answers can be compared.
 DTYPE = np.float64
+SHARPNESS = (
+    4  # of the attention: with less, an answer hardly depends on one token of its context, or on one wrong slot
+)
 
 
 def array_library() -> tuple[Any, str]:
@@ -72,7 +75,7 @@ class Model:
     def attend(self, q: Any, keys: Any, values: Any, positions: Any) -> Any:
         """Let each token look at its request, shape (n, context, HEADS, HEAD_DIM), up to its own position."""
         xp = self.xp
-        scores = xp.einsum("nhd,nchd->nhc", q, keys) / HEAD_DIM**0.5
+        scores = xp.einsum("nhd,nchd->nhc", q, keys) * (SHARPNESS / HEAD_DIM**0.5)
         later = xp.arange(keys.shape[1]) > positions[:, None]
         scores = xp.where(later[:, None], -np.inf, scores)
         shares = xp.exp(scores - scores.max(-1, keepdims=True))

@@ -13,6 +13,9 @@ MAX_CONTEXT = 112  # tokens of one request
 # The order of additions depends on the batch. In float64 that moves a logit by some 1e-14, far less than the lead of
 # the best one, which torch_engine.py prints: so rounding cannot change a token, and answers can be compared.
 DTYPE = torch.float64
+SHARPNESS = (
+    4  # of the attention: with less, an answer hardly depends on one token of its context, or on one wrong slot
+)
 
 
 class Model:
@@ -66,7 +69,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """Let each token look at its request's tokens, shape (n, context, KV_HEADS, HEAD_DIM), up to its own position."""
     q = q.view(-1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    scores = torch.einsum("nhgd,nchd->nhgc", q, keys) / HEAD_DIM**0.5
+    scores = torch.einsum("nhgd,nchd->nhgc", q, keys) * (SHARPNESS / HEAD_DIM**0.5)
     later = torch.arange(keys.shape[1], device=q.device) > positions[:, None]
     scores = scores.masked_fill(later[:, None, None], -torch.inf)
     return torch.einsum("nhgc,nchd->nhgd", scores.softmax(-1), values).flatten(1)
