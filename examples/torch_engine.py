@@ -72,6 +72,10 @@ class Engine:
 
     def run(self, requests: list[Request]) -> None:
         """Answer them all."""
+        most = min(MAX_CONTEXT, NUM_PAGES * PAGE_SIZE)  # so that the oldest request, alone, always fits
+        for r in requests:
+            if not r.prompt or r.new_tokens < 1 or len(r.prompt) + r.new_tokens > most:
+                raise ValueError(f"a request must have a prompt, an answer, and at most {most} tokens in all")
         self.waiting.extend(requests)
         while self.waiting or self.active:
             self.admit()
@@ -174,8 +178,7 @@ class Engine:
             if key not in self.prefixes:
                 break
             keys.append(key)
-        for key in reversed(keys):  # used now: a page is never older than those that follow it
-            self.prefixes[key] = self.prefixes.pop(key)
+        self.touch(keys)
         return keys
 
     def share_prefix(self, request: Request) -> None:
@@ -194,7 +197,13 @@ class Engine:
         new = [i for i, key in enumerate(request.prefix) if key not in self.prefixes]
         if new:
             self.pool.retain(pages[new])
-            self.prefixes |= {request.prefix[i]: pages[i : i + 1] for i in reversed(new)}
+            self.prefixes |= {request.prefix[i]: pages[i : i + 1] for i in new}
+        self.touch(request.prefix)
+
+    def touch(self, keys: list[tuple[int, ...]]) -> None:
+        """Use pages now, the first one last: so none is older, and evicted sooner, than a page that follows it."""
+        for key in reversed(keys):
+            self.prefixes[key] = self.prefixes.pop(key)
 
     def forget_prefixes(self) -> None:
         """Give back what the prefix cache owns."""

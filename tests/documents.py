@@ -42,7 +42,7 @@ def command_lines(text: str) -> list[str]:
 def our_commands(lines: list[str]) -> list[list[str]]:
     """Calls of ``cupaged`` in them, as words."""
     parts = [shlex.split(part) for line in lines for part in line.split("&&")]
-    return [words for words in parts if words[0].rpartition("/")[2] == "cupaged"]
+    return [words for words in parts if words and words[0].rpartition("/")[2] == "cupaged"]
 
 
 def check_commands(lines: list[str]) -> None:

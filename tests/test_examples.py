@@ -225,6 +225,45 @@ def test_prompts_are_prefilled_in_chunks(served, module):
     assert "PPP" in "".join(r.history for r in requests)
 
 
+def test_whoever_waits_longest_comes_first(served):
+    _, requests, _, _ = served
+    starts = [len(r.history) - len(r.history.lstrip(".")) for r in requests]
+    assert starts == sorted(starts)
+    for r in requests:
+        for step in (i for i, did in enumerate(r.history) if did == "x"):
+            back = step + 1 + len(r.history[step + 1 :]) - len(r.history[step + 1 :].lstrip("."))
+            assert not any(step < start < back for start in starts), r
+
+
+def test_no_prefix_is_evicted_before_what_follows_it(served):
+    order = {key: age for age, key in enumerate(reversed(served[0].prefixes))}
+    followers = [key for key in order if len(key) > 8]
+    assert len(followers) >= 10
+    assert all(order[key[:-8]] < order[key] for key in followers)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_prompt_that_is_cached_whole(module, device):
+    prompt = module.workload()[1].prompt[:40]
+    engine = module.Engine(module.Model(torch.device(device)), torch.device(device))
+    first, again = module.Request(prompt, 9), module.Request(prompt, 9)
+    engine.run([first])
+    engine.run([again])
+    assert (first.shared, again.shared) == (0, 32)  # the last page has a token that must be computed
+    check_answers(engine, [first, again])
+    engine.pool.check()
+
+
+@pytest.mark.parametrize(("prompt", "new_tokens"), [(0, 5), (5, 0), (100, 13), (113, 1)])
+def test_a_request_that_can_never_be_answered_is_told(module, prompt, new_tokens):
+    engine = module.Engine(module.Model(torch.device("cpu")), torch.device("cpu"))
+    with pytest.raises(ValueError, match="at most 112 tokens in all"):
+        engine.run([module.Request([1] * prompt, new_tokens)])
+    longest = module.Request([1] * 100, 12)
+    engine.run([longest])
+    check_answers(engine, [longest])
+
+
 def test_every_page_comes_back(served, module):
     engine, _, _, _ = served
     owned = engine.pool.stats().owned_pages
