@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,14 @@ def check_commands(lines: list[str]) -> None:
     for line in lines:
         for path in re.findall(r"^python (\S+\.py)$", line):
             assert (ROOT / path).is_file(), line
+
+
+def check_extras(text: str) -> int:
+    """Extras that are named, as ``.[cuda13,torch]``, exist; how many are named."""
+    there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {extra for group in re.findall(r"\.\[([\w,]+)\]", text) for extra in group.split(",")}
+    assert named <= set(there), named
+    return len(named)
 
 
 def check_names(code: str) -> int:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from cupaged import backends
-from tests.documents import ROOT, blocks, check_commands, check_names, command_lines, imported, leads_somewhere, links
+from tests.documents import (
+    ROOT,
+    blocks,
+    check_commands,
+    check_extras,
+    check_names,
+    command_lines,
+    imported,
+    leads_somewhere,
+    links,
+)
 
 PATH = ROOT / "docs" / "integrating.md"
 TEXT = PATH.read_text()
@@ -56,8 +66,9 @@ def test_names_and_arguments_exist(section):
     assert sum(map(check_names, SECTIONS[section])) >= 1
 
 
-def test_commands_and_files_exist():
+def test_commands_files_and_extras_exist():
     check_commands(command_lines(TEXT))
+    assert check_extras(TEXT) >= 3
 
 
 @pytest.mark.parametrize("target", links(TEXT))

@@ -14,6 +14,7 @@ from tests.documents import (
     ROOT,
     blocks,
     check_commands,
+    check_extras,
     check_names,
     command_lines,
     leads_somewhere,
@@ -67,11 +68,7 @@ def test_commands_and_options_exist():
 
 
 def test_set_up_commands_use_extras_that_exist():
-    import tomllib
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for extra in re.findall(r"\.\[(\w+)\]", README):
-        assert extra in project["optional-dependencies"]
+    assert check_extras(README) == 3
 
 
 def test_the_picture_is_what_the_allocator_says():
