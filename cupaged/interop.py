@@ -39,7 +39,7 @@ def parse_device(device: Any) -> tuple[str, int | None]:
 
     Parameters
     ----------
-    device : str, int, torch.device or cupy.cuda.Device
+    device : str, int, torch.device, cupy.cuda.Device or jax.Device
         ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:1"``, an index of a GPU, or a library's own device object.
 
     Returns
@@ -56,8 +56,11 @@ def parse_device(device: Any) -> tuple[str, int | None]:
     """
     if isinstance(device, int) and not isinstance(device, bool):
         return _cuda_index(device, device)
+    platform = getattr(device, "platform", None)  # of a jax.Device
+    if platform in ("cpu", "gpu"):
+        return ("cpu", None) if platform == "cpu" else _cuda_index(device.local_hardware_id, device)
     index = getattr(device, "id", None)
-    if index is not None:
+    if index is not None and platform is None:
         return _cuda_index(index, device)
     kind, _, number = str(device).partition(":")
     if kind in ("auto", "cpu") and (not number or kind == "cpu"):
@@ -131,7 +134,10 @@ def _as_numpy(x: Any, name: str) -> np.ndarray:
         except (AttributeError, TypeError, RuntimeError) as error:
             raise TypeError(f"{name} must be a torch tensor with numbers on the CPU: {error}") from None
     if hasattr(x, "__dlpack__"):
-        return np.from_dlpack(x)
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError) as error:  # a dtype that NumPy lacks, for one
+            raise TypeError(f"{name} cannot be read through DLPack: {error}") from None
     if hasattr(x, "__array_interface__") or hasattr(x, "__array__"):
         return np.asarray(x)
     raise TypeError(f"{name} must be an array or a list of integers, not {type(x).__name__}")
@@ -231,6 +237,8 @@ def _read_interface(x: Any, name: str, device: int) -> DeviceVector:
     found = _device_of(x)
     if found is not None and found != device:
         raise ValueError(f"{name} is on cuda:{found}, but this allocator is on cuda:{device}")
+    if hasattr(x, "block_until_ready"):
+        x.block_until_ready()  # JAX computes on streams of its own, which its interface does not name
     interface = x.__cuda_array_interface__
     dtype, shape = np.dtype(interface["typestr"]), interface["shape"]
     if dtype not in _INTEGERS:
@@ -290,7 +298,7 @@ def device_table(x: Any, name: str, device: int) -> DeviceTable:
     TypeError
         If it is not int32.
     ValueError
-        If it has not two dimensions, its rows are not contiguous, or it is on another device.
+        If it has not two dimensions, its rows are not contiguous, it is read-only, or on another device.
     """
     if not is_on_gpu(x):
         raise ValueError(f"{name} is on the host, but this allocator is on cuda:{device}")
@@ -300,6 +308,8 @@ def device_table(x: Any, name: str, device: int) -> DeviceTable:
     if found is not None and found != device:
         raise ValueError(f"{name} is on cuda:{found}, but this allocator is on cuda:{device}")
     _check_table(name, shape, strides)
+    if library_of(x) not in ("torch", "cupy") and x.__cuda_array_interface__["data"][1]:
+        raise ValueError(f"{name} is read-only, but it is written in place")
     return address, strides[0] // 4, shape[0], shape[1], x
 
 

@@ -12,7 +12,16 @@ import torch
 import cupaged
 from cupaged import PagedTokenToKVPoolAllocator
 from cupaged.backends import numba_cpu
-from cupaged.interop import device_vector, host_array, host_vector, is_on_gpu, library_of, parse_device, to_host
+from cupaged.interop import (
+    device_table,
+    device_vector,
+    host_array,
+    host_vector,
+    is_on_gpu,
+    library_of,
+    parse_device,
+    to_host,
+)
 from tests.allocators import make
 from tests.host_backend import DeviceArray, HostCudaBackend
 
@@ -373,6 +382,112 @@ def test_an_interface_without_strides():
 
     plain = Plain()
     assert device_vector(plain, "x", 0) == (array.ctypes.data, 4, 0, 4, plain)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (types.SimpleNamespace(platform="cpu", id=0), ("cpu", None)),
+        (types.SimpleNamespace(platform="gpu", id=9, local_hardware_id=1), ("cuda", 1)),
+    ],
+    ids=["cpu", "gpu"],
+)
+def test_a_device_of_jax(device, expected):
+    assert parse_device(device) == expected
+
+
+def test_a_device_that_is_no_gpu():
+    with pytest.raises(ValueError, match="device must be"):
+        parse_device(types.SimpleNamespace(platform="tpu", id=0))
+
+
+def test_an_array_that_is_still_computed_is_waited_for():
+    class Lazy(DeviceArray):
+        def block_until_ready(self):
+            self.array[:] = [3, 4]
+
+    lazy = Lazy(np.zeros(2, np.int64))
+    pool = make("cuda-ascending", 64, 4)
+    pool.alloc_extend(np.zeros(2, np.int64), lazy, np.full(2, -1), 7)
+    assert pool.ret_values == 2 << 32 | 7
+    pool.check()
+
+
+def test_a_read_only_table_on_a_gpu():
+    class Immutable(DeviceArray):
+        @property
+        def __cuda_array_interface__(self):
+            interface = super().__cuda_array_interface__
+            return interface | {"data": (interface["data"][0], True)}
+
+    table = np.zeros((2, 8), np.int32)
+    assert device_table(DeviceArray(table), "table", 0)[:4] == (table.ctypes.data, 8, 2, 8)
+    with pytest.raises(ValueError, match="table is read-only, but it is written in place"):
+        device_table(Immutable(table), "table", 0)
+
+
+def test_an_array_that_numpy_cannot_read():
+    class Bfloat16:
+        def __dlpack__(self, **options):
+            raise BufferError("no such dtype")
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    with pytest.raises(TypeError, match="seq_lens cannot be read through DLPack: no such dtype"):
+        host_array(Bfloat16(), "seq_lens")
+
+
+# ---- JAX, where it is installed ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def jnp():
+    return pytest.importorskip("jax.numpy")
+
+
+def test_jax_arrays_in_numpy_arrays_out(pool, jnp):
+    seq, none = jnp.array([3, 5]), jnp.zeros(2, jnp.int32)
+    slots = pool.alloc_extend(none, seq, none - 1, 8)
+    assert type(slots) is np.ndarray
+    assert slots.tolist() == [4, 5, 6, 8, 9, 10, 11, 12]
+    as_jax = jnp.from_dlpack(slots)
+    new = pool.alloc_decode(seq + 1, as_jax[jnp.array([2, 7])])
+    assert new.tolist() == [7, 13]
+    pool.free(jnp.concatenate([as_jax, jnp.from_dlpack(new)]))
+    pool.check()
+    assert pool.available_size() == 64
+
+
+@pytest.mark.parametrize("backend", HOSTS)
+def test_jax_lengths_in_a_step(backend, jnp):
+    kv = cupaged.KVAllocator(64, "cpu", 4, 32, 4, backend=backend)
+    rows, seq = jnp.array([2, 0]), jnp.array([4, 7])
+    assert kv.extend_step(kv.req_to_page, rows, seq * 0, seq, 11).tolist() == [*range(4, 15)]
+    assert kv.decode_step(kv.req_to_page, rows, seq).tolist() == [16, 15]
+    assert kv.block_table(kv.req_to_page, rows, seq + 1, 2).tolist() == [[1, 4], [2, 3]]
+    kv.release(kv.req_to_page, rows, seq + 1)
+    kv.check()
+    assert kv.available_size() == 15
+
+
+def test_what_jax_cannot_give(pool, jnp):
+    three = jnp.array([3])
+    with pytest.raises(TypeError, match="table must be a NumPy array or a torch tensor"):
+        pool.decode_step(jnp.zeros((2, 64), jnp.int32), jnp.array([0]), three)
+    with pytest.raises(TypeError, match="out must be a NumPy array or a torch tensor"):
+        pool.alloc_decode(three, three, out=three)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.uint32):
+        with pytest.raises(TypeError, match="seq_lens"):
+            pool.alloc_decode(three.astype(dtype), three)
+    assert pool.available_size() == 64
+
+
+def test_a_device_of_the_installed_jax(jnp):
+    import jax
+
+    pool = PagedTokenToKVPoolAllocator(64, 4, device=jax.devices("cpu")[0], backend="reference")
+    assert pool.device == "cpu"
 
 
 def test_to_host():

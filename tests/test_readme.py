@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 import typer.main
@@ -14,12 +10,22 @@ import typer.main
 import cupaged
 from cupaged import backends, cli
 from cupaged.demo import run as run_demo
+from tests.documents import (
+    ROOT,
+    blocks,
+    check_commands,
+    check_extras,
+    check_names,
+    command_lines,
+    leads_somewhere,
+    links,
+    our_commands,
+)
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-PYTHON = [text for language, text in BLOCKS if language == "python"]
+README = (ROOT / "README.md").read_text()
+PYTHON = [block.code for block in blocks(README) if block.language == "python"]
 NAMES = ("torch", "cupy", "kv")  # of these blocks
-COMMANDS = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+COMMANDS = command_lines(README)
 
 
 def test_there_is_one_block_for_each_library_and_one_for_tables():
@@ -32,19 +38,7 @@ def test_there_is_one_block_for_each_library_and_one_for_tables():
 @pytest.mark.parametrize("block", PYTHON, ids=NAMES)
 def test_names_and_arguments_exist(block):
     """Also where the block cannot run: what it calls is there, and takes these arguments."""
-    pool = cupaged.PagedTokenToKVPoolAllocator(64, 16, backend="reference", device="cpu")
-    kv = cupaged.KVAllocator(64, "cpu", 2, 32, 16, backend="reference")
-    homes = {"cupaged": cupaged, "pool": pool, "kv": kv}
-    seen = 0
-    for node in ast.walk(ast.parse(block)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in homes:
-            assert hasattr(homes[node.value.id], node.attr), ast.unparse(node)
-            seen += 1
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("pool.", "kv.", "cupaged.")):
-            owner, _, name = ast.unparse(node.func).partition(".")
-            signature = inspect.signature(getattr(homes[owner], name))
-            signature.bind(*node.args, **{word.arg: None for word in node.keywords})
-    assert seen >= 6
+    assert check_names(block) >= 6
 
 
 def test_torch_block_runs():
@@ -69,21 +63,12 @@ def test_both_allocators_have_what_the_text_says_they_share(allocator, name):
 
 
 def test_commands_and_options_exist():
-    commands = typer.main.get_command(cli.app).commands
-    lines = [shlex.split(part)[0:] for line in COMMANDS for part in line.split("&&")]
-    ours = [words for words in lines if words[0].rpartition("/")[2] == "cupaged"]
-    assert {words[1] for words in ours} == set(commands)
-    for words in ours:
-        options = {name for parameter in commands[words[1]].params for name in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= options, words
+    assert {words[1] for words in our_commands(COMMANDS)} == set(typer.main.get_command(cli.app).commands)
+    check_commands(COMMANDS)
 
 
 def test_set_up_commands_use_extras_that_exist():
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    for extra in re.findall(r"\.\[(\w+)\]", README):
-        assert extra in project["optional-dependencies"]
+    assert check_extras(README) == 3
 
 
 def test_the_picture_is_what_the_allocator_says():
@@ -99,6 +84,6 @@ def test_every_backend_is_in_the_table():
     assert re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE) == list(backends.NAMES)
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
+@pytest.mark.parametrize("target", links(README))
 def test_links_lead_somewhere(target):
-    assert (Path(__file__).parent.parent / target).exists()
+    assert leads_somewhere(ROOT / "README.md", target)
