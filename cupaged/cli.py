@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,12 +23,13 @@ from cupaged import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cupaged.replay import ReplayResult, Trace
+    from cupaged.replay import ReplayResult, ReplicasResult, Trace
     from cupaged.selfcheck import Report
 
 __all__ = ["main"]
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
+MOST_WORKERS = 1024
 
 app = typer.Typer(
     help="Slots of a paged KV cache for every new token of a batch of LLM requests.",
@@ -393,6 +394,16 @@ def replay(
     share_prefixes: Annotated[
         bool, typer.Option("--share-prefixes", help="Share the pages of prompts that begin alike, by hash_ids.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option(metavar="N", help="Data-parallel replicas, each in a process and with a pool of its own.")
+    ] = 1,
+    router: Annotated[
+        str,
+        typer.Option(metavar="round-robin|least-loaded", help="Which replica a request goes to."),
+    ] = "round-robin",
+    cluster: Annotated[
+        str, typer.Option(metavar="local|ray", help="Replicas on this machine, or on a Ray cluster.")
+    ] = "local",
     backend: OneBackend = "auto",
     verify: Annotated[
         bool, typer.Option("--verify", help="Prove at every step that no slot has two owners, no page is lost.")
@@ -411,13 +422,18 @@ def replay(
         from cupaged import backends
         from cupaged.replay import read_trace, synthetic
 
+        _check_replicas(workers, router, cluster)
         backends.pick(backend, "auto")
         if trace is not None and not Path(trace).exists():
             raise UserError(f"there is no file {trace}; name a log, or none for the built-in workload")
         log = synthetic() if trace is None else read_trace(trace)
     settings = {"step_ms": step_ms, "chunk": chunk, "max_running": max_running, "backend": backend, "verify": verify}
     settings |= {"engine": engine, "share_prefixes": share_prefixes}
-    results = _replay_all(log, [(p, t) for t in pools for p in page_sizes], settings)
+    runs = [(p, t) for t in pools for p in page_sizes]
+    if workers > 1 or cluster != "local":
+        _replay_by_replicas(log, runs, settings | {"router": router}, workers, cluster, plot, as_json)
+        return
+    results = _replay_all(log, runs, settings)
     if plot is not None:
         from cupaged import replay as replaying
 
@@ -429,11 +445,55 @@ def replay(
         _print_results(results, plot)
 
 
-def _replay_all(log: Trace, runs: list[tuple[int, int]], settings: dict[str, Any]) -> list[ReplayResult]:
-    from cupaged.replay import VerificationError
-    from cupaged.replay import replay as run_replay
+def _check_replicas(workers: int, router: str, cluster: str) -> None:
+    from cupaged.replay import CLUSTERS, ROUTERS
+
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UserError(f"--workers must be between 1 and {MOST_WORKERS}, not {workers}")
+    for option, value, choices in (("--router", router, ROUTERS), ("--cluster", cluster, CLUSTERS)):
+        if value not in choices:
+            raise UserError(f"{option} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _replay_by_replicas(
+    log: Trace,
+    runs: list[tuple[int, int]],
+    settings: dict[str, Any],
+    workers: int,
+    cluster: str,
+    plot: str | None,
+    as_json: bool,
+) -> None:
+    from cupaged import replay as replaying
+
+    with _mistakes(), (replaying.LocalCluster if cluster == "local" else replaying.RayCluster)(workers) as where:
+
+        def by_replicas(log: Trace, page_size: int, pool_tokens: int, **options: Any) -> ReplicasResult:
+            return replaying.replay_replicas(log, page_size, pool_tokens, where, **options)
+
+        found = _replay_all(log, runs, settings, by_replicas)
+    if plot is not None:
+        with _mistakes():
+            replaying.plot([r.total for r in found], plot)
+    if as_json:
+        _print_json({"trace": log.name, "results": [_replicas_json(r) for r in found]})
+        return
+    rows = [(name, r) for one in found for name, r in (("all", one.total), *enumerate(one.replicas))]
+    _print_results([r for _, r in rows], plot, [str(name) for name, _ in rows])
+
+
+def _replicas_json(result: ReplicasResult) -> dict[str, Any]:
+    about = {"workers": len(result.replicas), "router": result.router, "cluster": result.cluster}
+    return asdict(result.total) | about | {"replicas": [asdict(r) for r in result.replicas]}
+
+
+def _replay_all(
+    log: Trace, runs: list[tuple[int, int]], settings: dict[str, Any], run_replay: Callable[..., Any] | None = None
+) -> list[Any]:
+    from cupaged import replay as replaying
 
     results = []
+    run_replay = run_replay or replaying.replay
     with _mistakes(), _progress("{task.completed:,.0f}/{task.total:,.0f} requests") as bar:
         for page_size, pool_tokens in runs:
             task = bar.add_task(f"page size {page_size}, pool {pool_tokens:,}", total=len(log))
@@ -443,18 +503,18 @@ def _replay_all(log: Trace, runs: list[tuple[int, int]], settings: dict[str, Any
 
             try:
                 results.append(run_replay(log, page_size, pool_tokens, progress=advance, **settings))
-            except VerificationError as error:
+            except (replaying.VerificationError, replaying.WorkerError) as error:
                 bar.stop()
                 _complain(f"page size {page_size}, pool {pool_tokens}: {error}", FAILED)
                 raise typer.Exit(FAILED) from None
     return results
 
 
-def _print_results(results: list[ReplayResult], plot: str | None) -> None:
+def _print_results(results: list[ReplayResult], plot: str | None, replicas: Sequence[str] = ()) -> None:
     from cupaged.replay import table
 
     console = _console()
-    console.print(table(results))
+    console.print(table(results, replicas))
     for note in dict.fromkeys(note for r in results for note in r.notes):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if all(r.verified for r in results):

@@ -151,9 +151,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
                 return self.backend.output(library, 0)[0]
             self._check_capture(None)
             if pages > self.num_pages:
-                if self.need_sort:
-                    self.backend.sort_free(self.num_pages + 1)
-                return None
+                return self._finish(self.pool.refuse(pages))  # before memory is asked for
             result, slots = self.backend.output(library, need_size)
             granted = self.pool.allocate(Kind.ALLOC, pages, pages, pages, self.backend.alloc_pages, pages, slots)
             return self._finish(result if granted else None)

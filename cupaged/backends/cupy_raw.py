@@ -48,8 +48,9 @@ KERNELS = (
     "handoff_pages",
     "handoff_block_table",
     "handoff_slots",
+    "fold_digest",
 )
-_SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu")
+_SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu", "digest.cu")
 PLAN_THREADS = 1024
 TILE = 256
 WRITE_TILE = 1024  # tokens that a block of TILE threads writes, four each
@@ -424,6 +425,11 @@ class CudaBackend(GpuBackend):
             self._launch(kernel, blocks, threads)
         finally:
             self._no_table()
+
+    def fold(self, entries: DeviceVector, where: Where, cells: int) -> None:
+        n = entries[3]
+        self._pack(seq=entries, out=cells, n=n, where=where)
+        self._launch("fold_digest", 1, _threads(max(n, 256)))  # how many pages came back the host does not know
 
     def _copy_entries(self, vector: DeviceVector, address: int) -> None:
         n = vector[3]

@@ -203,6 +203,11 @@ class GpuBackend:
             return tensor, tensor.data_ptr()
         return self._empty(n, self.index_dtype)
 
+    def handed_out(self, slots: int, n: int) -> DeviceVector:
+        """An op's output as a vector."""
+        size = self.index_dtype.itemsize
+        return slots, size, size // 8, n, None
+
     def given_output(self, out: Any, n: int) -> int:
         """Address of the caller's `out`, checked."""
         return self.given_array(out, "out", self.index_dtype, n)[0]

@@ -6,23 +6,34 @@
 (50, 0)
 
 `read_trace` reads a log, `replay` runs it on either allocator (`engine`), and lets prompts that begin alike share
-pages (`share_prefixes`); `table` and `plot` show several results side by side. A bad file raises `TraceError`, an
-allocator that breaks its contract `VerificationError`; both say it in one line.
+pages (`share_prefixes`); `table` and `plot` show several results side by side. `replay_replicas` does so by
+data-parallel replicas on a `LocalCluster` or a `RayCluster`. A bad file raises `TraceError`, an allocator that breaks
+its contract `VerificationError`, a worker that died `WorkerError`; all say it in one line.
 """
 
+from cupaged.replay.clusters import CLUSTERS, LocalCluster, RayCluster, WorkerError
+from cupaged.replay.replicas import ROUTERS, ReplicasResult, replay_replicas, route
 from cupaged.replay.report import ReplayResult, plot, table
 from cupaged.replay.run import replay
 from cupaged.replay.traces import Trace, TraceError, read_trace, synthetic
 from cupaged.replay.verify import VerificationError
 
 __all__ = [
+    "CLUSTERS",
+    "ROUTERS",
+    "LocalCluster",
+    "RayCluster",
     "ReplayResult",
+    "ReplicasResult",
     "Trace",
     "TraceError",
     "VerificationError",
+    "WorkerError",
     "plot",
     "read_trace",
     "replay",
+    "replay_replicas",
+    "route",
     "synthetic",
     "table",
 ]

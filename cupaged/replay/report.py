@@ -52,11 +52,13 @@ class ReplayResult:
     verified : bool
         Whether each step was proved.
     shared : bool
-        Whether prompts shared prefixes. If not, the next four are 0.
+        Whether prompts shared prefixes. If not, the next five are 0.
+    looked_up : int
+        Prompt tokens of all requests that began or started over, which the prefix cache was asked for.
     pages_saved : int
         Pages that requests found in the prefix cache and so did not allocate, over all that began or started over.
     found_share : float
-        Their tokens, as a share of all prompt tokens of those.
+        Their tokens, as a share of `looked_up`.
     pages_evicted : int
         Pages that the cache gave up because the pool was short.
     pages_replaced : int
@@ -97,6 +99,7 @@ class ReplayResult:
     owned_digest: str
     verified: bool
     shared: bool
+    looked_up: int
     pages_saved: int
     found_share: float
     pages_evicted: int
@@ -105,13 +108,15 @@ class ReplayResult:
     timeline: list[tuple[float, float]]
 
 
-def table(results: Sequence[ReplayResult]) -> Table:
+def table(results: Sequence[ReplayResult], replicas: Sequence[str] = ()) -> Table:
     """Make one row a result, to choose a page size and a pool from.
 
     Parameters
     ----------
     results : sequence of ReplayResult
         Replays of one trace on one backend. The table fits 80 columns; the whole digests are in the results.
+    replicas : sequence of str, optional
+        Which replica each result is of; the first is of all of them.
     """
     first = results[0]
     pools = {r.pool_tokens for r in results}
@@ -125,6 +130,8 @@ def table(results: Sequence[ReplayResult]) -> Table:
         show_edge=False,
     )
     cells = [_cells(r) for r in results]
+    if replicas:
+        cells = [{"rep-\nlica": replica} | row for replica, row in zip(replicas, cells, strict=True)]
     for name in cells[0]:
         if name != "pool" or len(pools) > 1:
             out.add_column(name, justify="right", no_wrap=True)

@@ -78,8 +78,8 @@ def replay(
     VerificationError
         If the allocator broke its contract.
     """
-    _check_arguments(trace, page_size, pool_tokens, step_ms, chunk, max_running)
-    _check_choices(trace, engine, share_prefixes)
+    check_arguments(trace, page_size, pool_tokens, step_ms, chunk, max_running)
+    check_choices(trace, engine, share_prefixes)
     lengths = trace.prompt + trace.output
     fits = -(-lengths // page_size) <= pool_tokens // page_size
     order = np.flatnonzero(fits)
@@ -131,6 +131,7 @@ def replay(
         owned_digest=replayer.owned.text,
         verified=verify,
         shared=share_prefixes,
+        looked_up=replayer.looked_up,
         pages_saved=replayer.found_pages,
         found_share=_ratio(replayer.found_pages * page_size, replayer.looked_up),
         pages_evicted=replayer.evicted_pages,
@@ -165,7 +166,8 @@ def _driver(
     return KvEngine(kv, rows, longest, sharing=sharing)
 
 
-def _check_choices(trace: Trace, engine: str, share_prefixes: bool) -> None:
+def check_choices(trace: Trace, engine: str, share_prefixes: bool) -> None:
+    """Raise for an engine that there is not, or prefixes to share that the trace does not name."""
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
     if share_prefixes and trace.hash_ids is None:
@@ -175,9 +177,10 @@ def _check_choices(trace: Trace, engine: str, share_prefixes: bool) -> None:
         )
 
 
-def _check_arguments(
+def check_arguments(
     trace: Trace, page_size: int, pool_tokens: int, step_ms: float, chunk: int, max_running: int
 ) -> None:
+    """Raise for numbers that make no sense."""
     whole = {"page_size": page_size, "pool_tokens": pool_tokens, "chunk": chunk, "max_running": max_running}
     for name, value in whole.items():
         if not isinstance(value, int | np.integer) or value < 1:
