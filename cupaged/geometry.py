@@ -8,7 +8,7 @@ import numpy as np
 
 from cupaged.layout import INT32_LARGEST
 
-__all__ = ["check_lengths", "extend_bounds", "pages_for", "pages_taken", "whole"]
+__all__ = ["check_lengths", "extend_bounds", "pages_begun", "pages_for", "pages_taken", "whole"]
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -26,9 +26,28 @@ def pages_taken(prefix_lens: np.ndarray, seq_lens: np.ndarray, page_size: int) -
     page_size : int
         Slots in a page.
     """
-    before = -(-prefix_lens.astype(np.int64) // page_size)
-    after = -(-seq_lens.astype(np.int64) // page_size)
-    return int((after - before).sum())
+    # rounded up by the sign; a shift costs a tenth of a division
+    if page_size & (page_size - 1) == 0:
+        shift = page_size.bit_length() - 1
+        taken = (-prefix_lens >> shift) - (-seq_lens >> shift)
+    else:
+        taken = -prefix_lens // page_size - -seq_lens // page_size
+    return int(np.add.reduce(taken, dtype=np.int64))
+
+
+def pages_begun(prefix_lens: np.ndarray, page_size: int) -> int:
+    """New pages that one more token for each request takes: one where the last page is full.
+
+    Parameters
+    ----------
+    prefix_lens : numpy.ndarray
+        Integer array of shape ``(batch,)``, tokens before.
+    page_size : int
+        Slots in a page.
+    """
+    power_of_two = page_size & (page_size - 1) == 0
+    used = prefix_lens & (page_size - 1) if power_of_two else prefix_lens % page_size
+    return prefix_lens.size - int(np.count_nonzero(used))
 
 
 def extend_bounds(num_tokens: int, batch: int, page_size: int) -> tuple[int, int]:
@@ -51,26 +70,30 @@ def check_lengths(prefix_lens: np.ndarray, seq_lens: np.ndarray, num_tokens: int
     num_tokens : int or None
         What their differences must sum to; None for a decode, whose `seq_lens` must be at least 1.
     """
-    if num_tokens is None and seq_lens.size and int(seq_lens.min()) < 1:
+    added = seq_lens - prefix_lens
+    # a negative one among them shows in the sign of all; wrong lengths may wrap, but not all three to the good
+    signs = (INT32_LARGEST - seq_lens) | prefix_lens | added
+    if signs.size and np.minimum.reduce(signs) < 0:
+        _name_wrong_length(prefix_lens, seq_lens, num_tokens is None)
+    if num_tokens is not None:
+        total = int(np.add.reduce(added, dtype=np.int64))
+        if total != num_tokens:
+            raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
+
+
+def _name_wrong_length(prefix_lens: np.ndarray, seq_lens: np.ndarray, decode: bool) -> None:
+    if decode and int(seq_lens.min()) < 1:
         i = int(seq_lens.argmin())
         raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, but a decode needs at least 1")
-    if seq_lens.size == 0:
-        total = 0
-    else:
-        least, most = int(prefix_lens.min()), int(seq_lens.max())
-        if least < 0:
-            i = int(prefix_lens.argmin())
-            raise ValueError(f"prefix_lens[{i}] is {least}, but a length cannot be negative")
-        shrinks = seq_lens < prefix_lens
-        if shrinks.any():
-            i = int(shrinks.argmax())
-            raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, less than prefix_lens[{i}], {prefix_lens[i]}")
-        if most > INT32_LARGEST:
-            i = int(seq_lens.argmax())
-            raise ValueError(f"seq_lens[{i}] is {most}, but a request has at most 2**31 - 1 tokens")
-        total = int((seq_lens - prefix_lens).sum(dtype=np.int64))
-    if num_tokens is not None and total != num_tokens:
-        raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
+    i = int(prefix_lens.argmin())
+    if prefix_lens[i] < 0:
+        raise ValueError(f"prefix_lens[{i}] is {prefix_lens[i]}, but a length cannot be negative")
+    shrinks = seq_lens < prefix_lens
+    if shrinks.any():
+        i = int(shrinks.argmax())
+        raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, less than prefix_lens[{i}], {prefix_lens[i]}")
+    i = int(seq_lens.argmax())
+    raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, but a request has at most 2**31 - 1 tokens")
 
 
 def whole(name: str, value: Any, least: int) -> int:

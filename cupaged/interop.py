@@ -78,26 +78,31 @@ def _cuda_index(index: int, device: Any) -> tuple[str, int]:
 
 def library_of(x: Any) -> str:
     """Name of the library in which results for `x` leave; ``""`` where the backend's own serves."""
+    library = _LIBRARIES.get(type(x))
+    if library is None:
+        library = _LIBRARIES[type(x)] = _library_of(x)
+    return library
+
+
+def _library_of(x: Any) -> str:
     module = type(x).__module__.partition(".")[0]
     if module in ("torch", "cupy"):
         return module
     if module in ("numba", "numba_cuda", "numba_cuda_mlir") and hasattr(x, "__cuda_array_interface__"):
         return "numba"
-    return "numpy" if isinstance(x, np.ndarray) else _torch_subclass(x)
-
-
-def _torch_subclass(x: Any) -> str:
+    if isinstance(x, np.ndarray):
+        return "numpy"
     torch = sys.modules.get("torch")
     return "torch" if torch is not None and isinstance(x, torch.Tensor) else ""
 
 
 def is_on_gpu(x: Any) -> bool:
     """Whether `x` holds its elements on a GPU."""
-    if isinstance(x, np.ndarray | Sequence):
+    library = library_of(x)
+    if library == "torch":
+        return bool(getattr(x, "is_cuda", False))  # not of a dtype or a device, which are of torch too
+    if library == "numpy" or isinstance(x, Sequence):
         return False
-    is_cuda = getattr(x, "is_cuda", None)
-    if is_cuda is not None:
-        return bool(is_cuda)
     if hasattr(x, "__cuda_array_interface__"):
         return True
     return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) in (2, 13)
@@ -130,7 +135,7 @@ def _as_numpy(x: Any, name: str) -> np.ndarray:
         raise ValueError(f"{name} is on a GPU, but this allocator is on the CPU")
     if library_of(x) == "torch":
         try:
-            return x.detach().numpy()
+            return x.numpy()
         except (AttributeError, TypeError, RuntimeError) as error:
             raise TypeError(f"{name} must be a torch tensor with numbers on the CPU: {error}") from None
     if hasattr(x, "__dlpack__"):
@@ -207,18 +212,18 @@ def _reader(x: Any):
 
 def _read_torch(x: Any, name: str, device: int) -> DeviceVector:
     torch = sys.modules["torch"]
-    if x.dtype is torch.int64:
+    dtype = x.dtype
+    if dtype is torch.int64:
         wide = 1
-    elif x.dtype is torch.int32:
+    elif dtype is torch.int32:
         wide = 0
     else:
-        raise TypeError(f"{name} must be int32 or int64, not {x.dtype}")
-    shape = x.shape
-    if len(shape) != 1:
-        raise ValueError(f"{name} must have one dimension, not shape {tuple(shape)}")
+        raise TypeError(f"{name} must be int32 or int64, not {dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, not shape {tuple(x.shape)}")
     if x.get_device() != device:
         raise ValueError(f"{name} is on {x.device}, but this allocator is on cuda:{device}")
-    return x.data_ptr(), x.stride(0) << (2 + wide), wide, shape[0], x
+    return x.data_ptr(), x.stride(0) << (2 + wide), wide, x.numel(), x
 
 
 def _read_cupy(x: Any, name: str, device: int) -> DeviceVector:
@@ -419,3 +424,4 @@ def to_torch(x: Any) -> Any:
 
 
 _READERS: dict[type, Any] = {}
+_LIBRARIES: dict[type, str] = {}

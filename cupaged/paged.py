@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupaged.base import PoolAllocator, whole
-from cupaged.geometry import check_lengths, extend_bounds, pages_taken
+from cupaged.geometry import check_lengths, extend_bounds, pages_begun, pages_taken
 from cupaged.interop import host_array, is_on_gpu
 from cupaged.layout import INT32_LARGEST, Kind
 from cupaged.pool import PoolState
@@ -273,10 +273,10 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             least, most = 0, batch
             host_seq = self._host_lengths(seq_lens, seq_lens_cpu, "seq_lens_cpu", batch)
             if host_seq is not None:
-                if batch:
-                    check_lengths(host_seq - 1, host_seq, None)
+                before = host_seq - 1
+                check_lengths(before, host_seq, None)
                 if self._on_gpu or seq_lens_cpu is not None:
-                    least = most = int(((host_seq - 1) % self.page_size == 0).sum())
+                    least = most = pages_begun(before, self.page_size)
             result, slots = self._output(library, batch, out, seq, in_place=last)
             granted = self.pool.allocate(Kind.DECODE, least, most, batch, backend.alloc_decode, seq, last, slots)
             return self._finish(result if granted else None)

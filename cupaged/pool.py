@@ -38,6 +38,7 @@ log = logging.getLogger("cupaged")
 
 WAIT_LIMIT_S = 60.0
 MOST_PENDING = 64
+FEW_PENDING = 32  # with so many, the mail is read though nobody needs it yet
 
 _LOW = 0xFFFFFFFF
 
@@ -136,7 +137,7 @@ class PagePool:
         self._known = (0, 0, 0, 0)  # free + staged: least and most; least at the front; shared
         self.watcher: Watcher | None = None
         self.in_graphs: list[Any] = []  # memory that captured launches write to, though its owner has gone
-        self.at_least = self.at_most = self.front_at_least = 0
+        self._low = self._high = self._front = 0  # `_known` and all that is pending, summed up
         self.clear(self.num_pages)
 
     # ---- mutating calls ----------------------------------------------------------------------------------------
@@ -155,9 +156,9 @@ class PagePool:
                 if changing:
                     self.captured = True
                     self._refreshed_op = -1  # whatever was known, replays may change
-            elif self._mail[0] >> 32 != self._sequence:
-                self._read_mail()
-            if raising:
+            elif self._mail[Word.ERROR_CODE] & _LOW or len(self._pending) >= FEW_PENDING:
+                self._read_mail()  # else it is read when somebody needs what it says
+            if raising and self._deferred is not None:
                 self.raise_recorded()
         except BaseException:
             self.leave()
@@ -217,13 +218,16 @@ class PagePool:
         `sort_bound` is what decides about a merge of staged pages.
         """
         backend = self.backend
-        if backend.need_sort and (self.capturing or sort_bound > self._front_known()):
+        if backend.need_sort and (
+            self.capturing
+            or (sort_bound > self._front_known() and not (self._news() and sort_bound <= self._front_known()))
+        ):
             backend.sort_free(sort_bound)
         if self.capturing:
             self._begin(kind)
             self._launch(launch, *args)
             return True
-        fits = most <= self.at_least and self._bounds_hold()
+        fits = self._fits(most) or (self._news() and self._fits(most))
         if not fits:
             exact = self._exact_free()
             if exact < least:
@@ -255,6 +259,7 @@ class PagePool:
     def backup(self) -> PoolState:
         """Copy the state."""
         self.backend.kind = Kind.BACKUP
+        self._news()
         at_least, at_most = self.at_least, self.at_most
         if not self._bounds_hold():
             at_least, at_most = 0, self.num_pages
@@ -293,9 +298,37 @@ class PagePool:
 
     # ---- what the host believes --------------------------------------------------------------------------------
 
+    @property
+    def at_least(self) -> int:
+        """Free pages, staged ones included, at least."""
+        return 0 if self._low < 0 else min(self._low, self.num_pages)
+
+    @property
+    def at_most(self) -> int:
+        """Free pages, staged ones included, at most."""
+        return max(0, min(self._high, self.num_pages))
+
+    @property
+    def front_at_least(self) -> int:
+        """Free pages at the front, at least."""
+        return self._front if self.backend.need_sort else self.at_least
+
     def may_share(self) -> bool:
         """Whether a page may have more than one owner, as far as the host knows."""
+        return self._may_share() and not (self._news() and not self._may_share())
+
+    def _may_share(self) -> bool:
         return self.captured or self._known[3] > 0 or self._last_retain > self._mail_op
+
+    def _fits(self, pages: int) -> bool:
+        return pages <= self.at_least and self._bounds_hold()
+
+    def _news(self) -> bool:
+        """Read the mail, if there is any that was not read."""
+        if self.capturing or self._mail[0] >> 32 == self._sequence:
+            return False
+        self._read_mail()
+        return True
 
     def _bounds_hold(self) -> bool:
         return not self.captured or self._replays_noted or self._op == self._refreshed_op
@@ -318,12 +351,14 @@ class PagePool:
             return
         pending = self._pending
         pending.append((op, at_least, at_most, front))
+        self._low += at_least
+        self._high += at_most
+        self._front += front
         if len(pending) > MOST_PENDING:
             first, second = pending.popleft(), pending.popleft()
             merged = second[0]
             pending.appendleft((merged, first[1] + second[1], first[2] + second[2], first[3] + second[3]))
             self._merged_until = merged
-        self._sum()
 
     def _sum(self) -> None:
         low, high, front, _ = self._known
@@ -331,10 +366,7 @@ class PagePool:
             low += d_low
             high += d_high
             front += d_front
-        total = self.num_pages
-        self.at_least = 0 if low < 0 else min(low, total)
-        self.at_most = max(0, min(high, total))
-        self.front_at_least = front if self.backend.need_sort else self.at_least
+        self._low, self._high, self._front = low, high, front
 
     def _read_mail(self) -> int | None:
         """Take the newest mail, if it is of one op: exact counters for all ops up to its own. Returns the status."""
@@ -433,8 +465,7 @@ class PagePool:
         """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""
         if self._elsewhere():
             return self._last_known()
-        if self._mail[0] >> 32 != self._sequence:
-            self._read_mail()
+        self._news()
         if self.at_least == self.at_most and self._bounds_hold():
             return self.at_least
         with self._reading("available_size()"):
@@ -457,8 +488,7 @@ class PagePool:
         """Lower bound of the free pages; never waits."""
         if self._elsewhere():
             return min(self.at_least, self._last_known()) if self._bounds_hold() else 0
-        if self._mail[0] >> 32 != self._sequence:
-            self._read_mail()
+        self._news()
         return self.at_least if self._bounds_hold() else 0
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ __device__ __forceinline__ u64 term(i64 place, i64 value) {
 
 // Folds `n` entries, then the pages that came back since the last fold, in their order in the ring, then three words.
 // One block: sums commute, so no order of threads shows, and the next fold finds the cells as this one leaves them.
-extern "C" __global__ void __launch_bounds__(1024) fold_digest(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) fold_digest(const __grid_constant__ Args a) {
     __shared__ u64 sums[32];
     u64* cells = reinterpret_cast<u64*>(a.out);
     const i64 listed = a.words[FREE] + a.words[STAGED], freed = a.words[FREED];

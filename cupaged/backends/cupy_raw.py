@@ -487,8 +487,9 @@ class CupyBackend(CudaBackend):
             self._staging_half = self._staging_used = 0
             self._make_staging()
             super().__init__(**options)
-            self._struct = self._args[0]
-            self._arguments = (self._struct,)
+            self._driver_launch = cupy.cuda.driver.launchKernel
+            self._parameters = np.array([self._args.ctypes.data], np.uintp)  # the one argument's address
+            self._parameters_address = self._parameters.ctypes.data
             cupy.cuda.runtime.deviceSynchronize()  # zeros were queued on whatever stream is current
 
     # ---- device, streams ---------------------------------------------------------------------------------------
@@ -613,16 +614,23 @@ class CupyBackend(CudaBackend):
     # ---- launch ------------------------------------------------------------------------------------------------
 
     def _launch(self, kernel: str, blocks: int, threads: int) -> None:
-        self._functions[kernel]((blocks,), (threads,), self._arguments, 0, self._stream_object())
+        # The driver's own call: CuPy's builds lists of arguments anew, which costs as much again.
+        self._driver_launch(
+            self._functions[kernel], blocks, 1, 1, threads, 1, 1, 0, self._stream, self._parameters_address, 0
+        )
 
 
 @functools.cache
-def _functions(device: int) -> dict[str, Any]:
+def _functions(device: int) -> dict[str, int]:
     """Every kernel, compiled and loaded on one device: a launch must never find work left to do."""
     import cupy
 
     module = cupy.RawModule(code=source(), options=("-std=c++17",))
-    return {name: module.get_function(name).kernel for name in KERNELS}
+    _MODULES.append(module)
+    return {name: module.get_function(name).kernel.ptr for name in KERNELS}
+
+
+_MODULES: list[Any] = []  # a module that has gone takes its kernels along
 
 
 class _Handle:
