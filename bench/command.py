@@ -16,6 +16,7 @@ def run(
     quick: bool,
     scaling: bool,
     only: str,
+    without: str,
     json_file: str | None,
     plot: str | None,
     kept: dict[str, Any] | None,
@@ -26,7 +27,7 @@ def run(
     ----------
     device : {"auto", "cuda", "cpu"}
         ``"auto"`` takes a GPU if CuPy or torch finds one that a backend works on.
-    quick, scaling, only, json_file, plot
+    quick, scaling, only, without, json_file, plot
         As the options of ``cupaged bench``.
     kept : dict or None
         Results to compare with.
@@ -40,7 +41,7 @@ def run(
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    bench = ab.Bench(_device(device), quick)
+    bench = ab.Bench(_device(device), quick, without=tuple(word.strip() for word in without.split(",")))
     chosen = scale.cases(bench, only) if scaling else ab.cases(bench, only)
     file = None if json_file is None else Path(json_file)
     with _Progress(len(chosen)) as progress:

@@ -100,6 +100,8 @@ for dtype in (np.int64, np.int32):
         slots = timed(f"extend {n}", pool.alloc_extend, give(zeros), new, none, tokens)
         timed(f"free {n}", pool.free, slots)
         slots = timed(f"decode {n}", pool.alloc_decode, give(ones), none)
+        timed(f"free {n}", pool.free, slots, num_pages=n)
+        slots = timed(f"alloc {n}", pool.alloc, 64 * (1 + n % 7))
         timed(f"free_segment {n}", pool.free_segment, slots, start_pos=0)
         table = kv.req_to_page
         timed(f"decode_step {n}", kv.decode_step, table, give(rows), give(zeros))

@@ -55,6 +55,20 @@ def _sections(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
     return found
 
 
+def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of a section by what is done in them; neighbours that have the same contestants stay together."""
+    by_what: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_what.setdefault(row["key"].split("/")[1], []).append(row)
+    groups: list[list[dict[str, Any]]] = []
+    for group in by_what.values():
+        if groups and _columns(groups[-1]) == _columns(group) and groups[-1][0]["unit"] == group[0]["unit"]:
+            groups[-1] += group
+        else:
+            groups.append(group)
+    return groups
+
+
 def _columns(rows: list[dict[str, Any]]) -> list[str]:
     """Contestants of some rows: the limits last."""
     names = list(dict.fromkeys(name for row in rows for name in [*row["figures"], *row["errors"]]))
@@ -263,7 +277,9 @@ def blocks() -> dict[str, str]:
         if _has_plot(results):
             everything += [f"![{name}]({_plot_of(name).relative_to('docs')})", ""]
         for section, rows in _sections(results["rows"]).items():
-            everything += [f"### {SECTIONS.get(section, section)}", "", *_section_lines(rows), ""]
+            everything += [f"### {SECTIONS.get(section, section)}", ""]
+            for group in _groups(rows):
+                everything += [*_section_lines(group), ""]
         short += _short(name, results)
     missing = "No results are kept yet."
     return {

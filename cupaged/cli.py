@@ -500,6 +500,7 @@ def bench(
     only: Annotated[
         str, typer.Option(metavar="PATTERN,...", help="Cases whose keys begin or match so: kernel/decode, cpu/*/256.")
     ] = "",
+    without: Annotated[str, typer.Option(metavar="NAME,...", help="Contestants to leave out.")] = "",
     scale: Annotated[
         bool, typer.Option("--scale", help="How time and memory grow, and millions of calls, instead of A against B.")
     ] = False,
@@ -530,7 +531,7 @@ def bench(
                 _console().print(f"wrote {file}", markup=False, soft_wrap=True)
             return
         kept = None if compare is None else json.loads(Path(compare).read_text())
-        passed = _bench("command").run(device, quick, scale, only, json_file, plot, kept)
+        passed = _bench("command").run(device, quick, scale, only, without, json_file, plot, kept)
     if not passed:
         raise typer.Exit(FAILED)
 
