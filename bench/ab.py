@@ -135,7 +135,7 @@ def _timed(bench: Bench, factories: dict[str, Factory], rounds: int | None = Non
             timers[name] = factory()
         except Exception as error:
             errors[name] = measure.in_words(error)
-    figures, failed = measure.interleave(timers, rounds or bench.rounds)
+    figures, failed = measure.interleave(timers, rounds or bench.rounds, limit_s=6.0)
     return figures, errors | failed
 
 
@@ -899,11 +899,11 @@ def again(bench: Bench, case: Case) -> dict[str, Any]:
             row = case.run(bench)
     gc.collect()
     if bench.gpu is not None and case.size >= 1 << 20:
-        _give_memory_back(bench)
+        give_memory_back(bench)
     return row
 
 
-def _give_memory_back(bench: Bench) -> None:
+def give_memory_back(bench: Bench) -> None:
     bench.gpu.torch.cuda.empty_cache()  # type: ignore[union-attr]
     if "cupy" in bench.names:
         import cupy
@@ -924,11 +924,16 @@ WORSE = 1.3
 
 
 def ratios(row: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """Time of each contestant of ours over that of each other one, in one row."""
+    """Time of each contestant of ours over that of each other one, in one row.
+
+    Of the tenth percentiles, which whatever else the machine does disturbs least. On the CPU a fill of memory says
+    nothing of how fast the machine computes just now, so there it is none of the others.
+    """
     figures = row["figures"]
+    limits = ("write", "empty") if row["key"].startswith("cpu/") else ("empty",)
     ours = [name for name in figures if name.partition(", ")[0] in ("cupy", "numba")]
-    others = [name for name in figures if name.partition(", ")[0] not in contestants.OURS and name != "empty"]
-    return {(a, b): figures[a]["median"] / figures[b]["median"] for a in ours for b in others}
+    others = [name for name in figures if name.partition(", ")[0] not in (*contestants.OURS, *limits)]
+    return {(a, b): figures[a]["low"] / figures[b]["low"] for a in ours for b in others}
 
 
 def compare(

@@ -112,8 +112,8 @@ def tables(results: dict[str, Any]) -> Iterator[Any]:
 
     Yields
     ------
-    rich.table.Table
-        One for each section, and the bars.
+    rich.text.Text or rich.table.Table
+        A title and a table for each group of cases, and for the bars.
     """
     from rich.table import Table
     from rich.text import Text
@@ -185,8 +185,11 @@ def plot(results: dict[str, Any], file: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.2), squeeze=False)
-    for axis, (title, rows, label) in zip(axes[0], panels, strict=True):
+    lines = -(-len(panels) // 2)
+    figure, axes = pyplot.subplots(lines, 2 if len(panels) > 1 else 1, figsize=(12, 4.4 * lines), squeeze=False)
+    for unused in axes.flat[len(panels) :]:
+        unused.axis("off")
+    for axis, (title, rows, label) in zip(axes.flat, panels, strict=False):
         for name in _columns(rows):
             points = [(row["size"], row["figures"][name]) for row in rows if name in row["figures"]]
             sizes = [size for size, _ in points]
@@ -225,8 +228,10 @@ def _panels(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]],
         ("extend of one request (the last: of ten), time on the GPU", of(extend), "tokens"),
         ("decode on the CPU", of(r"cpu/decode/\d+"), "requests"),
         ("extend of one request on the CPU", of(r"cpu/extend/1x\d+"), "tokens"),
-        ("decode of 256, by the pool's size", of(r"scale/pool/.*time"), "pages"),
-        ("decode, by batch", of(r"scale/batch/.*"), "requests"),
+        ("decode of 256", of(r"scale/pool/.*time"), "pages in the pool"),
+        ("free of 16 pages by slot", of(r"scale/pool/.*free"), "pages in the pool"),
+        ("making the pool", of(r"scale/pool/.*made"), "pages in the pool"),
+        ("decode", of(r"scale/batch/.*"), "requests"),
     ]
 
 

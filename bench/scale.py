@@ -12,7 +12,7 @@ import numpy as np
 from cupaged import KVAllocator, PagedTokenToKVPoolAllocator
 
 from . import measure
-from .ab import Bench, Case, Found, _captured_extra, _check, _once, _timed, _wait, _written, chosen
+from .ab import Bench, Case, Found, _captured_extra, _check, _once, _timed, _wait, _written, chosen, give_memory_back
 from .contestants import PAGE_SIZE, Batch, slots_by_rule
 
 __all__ = ["cases"]
@@ -104,6 +104,8 @@ def _pool_cases(pages: int) -> list[Case]:
 def _measure_pool(bench: Bench, pages: int) -> dict[str, Found]:
     name, wait = _backend(bench), _wait(bench, False)
     _pool(bench, 8)  # whatever is made once
+    if bench.gpu is not None:
+        give_memory_back(bench)
     wait()
     before = _used(bench)
     begin = time.perf_counter()
