@@ -56,13 +56,15 @@ def _sections(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 
 def _groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Rows of a section by what is done in them; neighbours that have the same contestants stay together."""
-    by_what: dict[str, list[dict[str, Any]]] = {}
+    """Rows of a section by what is done in them and their unit; neighbours whose contestants fit stay together."""
+    by_what: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        by_what.setdefault(row["key"].split("/")[1], []).append(row)
+        by_what.setdefault((row["key"].split("/")[1], row["unit"]), []).append(row)
     groups: list[list[dict[str, Any]]] = []
     for group in by_what.values():
-        if groups and _columns(groups[-1]) == _columns(group) and groups[-1][0]["unit"] == group[0]["unit"]:
+        mine = set(_columns(group))
+        last = set(_columns(groups[-1])) if groups else set()
+        if groups and groups[-1][0]["unit"] == group[0]["unit"] and (mine <= last or last <= mine):
             groups[-1] += group
         else:
             groups.append(group)
@@ -118,12 +120,11 @@ def tables(results: dict[str, Any]) -> Iterator[Any]:
     from rich.table import Table
     from rich.text import Text
 
-    for section, rows in _sections(results["rows"]).items():
-        units = ", ".join(dict.fromkeys(row["unit"] for row in rows))
-        title = (
-            f"{SECTIONS.get(section, section)}, {units}: medians, and how far the tenth or ninetieth percentile lies"
-        )
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    grouped = [(section, g) for section, rows in _sections(results["rows"]).items() for g in _groups(rows)]
+    for section, rows in grouped:
+        title = f"{SECTIONS.get(section, section)}, {rows[0]['unit']}: medians, ± what the middle 80 % keep to"
+        yield Text(f"\n{title}", style="bold")
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
         table.add_column("case", no_wrap=True)
         columns = _columns(rows)
         for name in columns:
@@ -133,9 +134,8 @@ def tables(results: dict[str, Any]) -> Iterator[Any]:
         yield table
     measured = [bar for bar in results["bars"] if bar["passed"] is not None]
     if measured:
-        table = Table(
-            title="Bars", title_justify="left", box=None, padding=(0, 1), pad_edge=False, header_style="dim"
-        )
+        yield Text("\nBars", style="bold")
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
         for title in ("", "", "asked", "measured", "holds", "where"):
             table.add_column(title)
         for bar in measured:
@@ -228,7 +228,7 @@ def _panels(rows: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]],
         ("extend of one request (the last: of ten), time on the GPU", of(extend), "tokens"),
         ("decode on the CPU", of(r"cpu/decode/\d+"), "requests"),
         ("extend of one request on the CPU", of(r"cpu/extend/1x\d+"), "tokens"),
-        ("decode of 256", of(r"scale/pool/.*time"), "pages in the pool"),
+        ("decode of 256", of(r"scale/pool/.*, time"), "pages in the pool"),
         ("free of 16 pages by slot", of(r"scale/pool/.*free"), "pages in the pool"),
         ("making the pool", of(r"scale/pool/.*made"), "pages in the pool"),
         ("decode", of(r"scale/batch/.*"), "requests"),

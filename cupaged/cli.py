@@ -537,17 +537,14 @@ def bench(
 
 
 def _bench(module: str) -> Any:
-    """A module of the benchmark, which stands beside the package in a checkout that is not installed."""
+    """A module of the benchmark: of the package, or beside it in a checkout."""
     import importlib
 
-    try:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "ab.py").is_file():
         return importlib.import_module(f"cupaged.bench.{module}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("cupaged.bench", f"cupaged.bench.{module}"):
-            raise
-    root = str(Path(__file__).resolve().parents[1])
-    if root not in sys.path:
-        sys.path.insert(0, root)
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
     return importlib.import_module(f"bench.{module}")
 
 
