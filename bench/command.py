@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import ab, report, scale
+from . import ab, contestants, report, scale
 
 __all__ = ["run"]
 
@@ -59,7 +59,7 @@ def run(
 
 
 def _is_ours(name: str) -> bool:
-    return name == "all" or name.partition(", ")[0] in ("cupy", "numba", "reference")
+    return name == "all" or name.partition(", ")[0] in contestants.OURS
 
 
 def _device(asked: str) -> str:
