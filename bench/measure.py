@@ -194,12 +194,13 @@ class Gpu:
                 graph.capture_end()
         self.wait()
         begin, end = self._events()
+        alive = graph, launch  # the graph knows addresses only; what `launch` refers to must live as long
 
         def sample() -> float:
             before()
             self.sleep(80)  # while it runs, the host queues all that is timed
             begin.record()
-            graph.replay()
+            alive[0].replay()
             end.record()
             end.synchronize()
             return begin.elapsed_time(end) * 1e3 / launches

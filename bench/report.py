@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["blocks", "plot", "results_files", "stale", "tables", "write"]
+__all__ = ["blocks", "kept", "plot", "results_files", "stale", "tables", "write"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -245,8 +245,25 @@ def digest(results: dict[str, Any]) -> str:
 
 def results_files() -> dict[str, dict[str, Any]]:
     """Kept results by name, those of GPUs first."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+    found = {file.stem: kept(str(file)) for file in sorted(RESULTS.glob("*.json"))}
     return dict(sorted(found.items(), key=lambda item: item[1]["machine"]["gpu"] is None))
+
+
+def kept(name: str) -> dict[str, Any]:
+    """Results in a file, or kept ones by their name, which an installed package has too.
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
+    file = Path(name)
+    if not file.is_file():
+        file = RESULTS / f"{name}.json"
+    if not file.is_file():
+        names = ", ".join(found.stem for found in sorted(RESULTS.glob("*.json"))) or "none"
+        raise ValueError(f"there is no file {name}, and of kept results there are {names}")
+    return json.loads(file.read_text())
 
 
 def _markdown(titles: list[str], rows: list[list[str]], right: int = 1) -> list[str]:

@@ -512,7 +512,10 @@ def bench(
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="OLD.json", help="Fail if a ratio to another contestant is 1.3 x worse than there."),
+        typer.Option(
+            metavar="OLD.json|NAME",
+            help="Fail if a ratio to another contestant is 1.3 x worse than in these results.",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cuda|cpu", help="Where the contestants run.")] = "auto",
     report: Annotated[
@@ -530,7 +533,7 @@ def bench(
             for file in _bench("report").write():
                 _console().print(f"wrote {file}", markup=False, soft_wrap=True)
             return
-        kept = None if compare is None else json.loads(Path(compare).read_text())
+        kept = None if compare is None else _bench("report").kept(compare)
         passed = _bench("command").run(device, quick, scale, only, without, json_file, plot, kept)
     if not passed:
         raise typer.Exit(FAILED)

@@ -276,7 +276,7 @@ def test_a_backend_that_fails_fails_the_run(run, monkeypatch):
         (("--device", "tpu"), "--device must be auto, cuda or cpu, not 'tpu'"),
         (("--json", "no/such/file.json"), "there is no folder no/such"),
         (("--plot", "plot"), "suffix"),
-        (("--compare", "no/such.json"), "no/such.json"),
+        (("--compare", "no/such.json"), "there is no file no/such.json, and of kept results there are "),
     ],
 )
 def test_mistakes(run, words, pattern):
