@@ -21,7 +21,8 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -891,7 +892,10 @@ def run(
 
 def again(bench: Bench, case: Case) -> dict[str, Any]:
     """Measure one case."""
-    if bench.gpu is None:
+    if case.key.startswith("cpu/"):
+        with _one_thread(bench):
+            row = case.run(bench)
+    elif bench.gpu is None:
         row = case.run(bench)
     else:
         with bench.gpu.current():
@@ -900,6 +904,22 @@ def again(bench: Bench, case: Case) -> dict[str, Any]:
     if bench.gpu is not None and case.size >= 1 << 20:
         give_memory_back(bench)
     return row
+
+
+@contextmanager
+def _one_thread(bench: Bench) -> Iterator[None]:
+    """On the CPU torch has as many threads as NumPy and cupaged, one: more only measure what else runs there."""
+    if "torch ops" not in bench.cpu_names:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def give_memory_back(bench: Bench) -> None:
