@@ -1,4 +1,4 @@
-"""The command line: ``cupaged info``, ``demo``, ``check`` and ``replay``.
+"""The command line: ``cupaged info``, ``demo``, ``check``, ``replay`` and ``bench``.
 
 Heavy modules are imported inside the commands, so that help and mistakes come at once. What a user did wrong is one
 line on stderr and exit code 2; a check or a proof that failed is exit code 1.
@@ -549,6 +549,66 @@ def _whole_numbers(option: str, text: str) -> list[int]:
             raise UserError(f"{option} must be whole numbers from 1 on, separated by commas, not {text!r}")
         numbers.append(number)
     return list(dict.fromkeys(numbers))
+
+
+# ---- bench ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and samples.")] = False,
+    only: Annotated[
+        str, typer.Option(metavar="PATTERN,...", help="Cases whose keys begin or match so: kernel/decode, cpu/*/256.")
+    ] = "",
+    without: Annotated[str, typer.Option(metavar="NAME,...", help="Contestants to leave out.")] = "",
+    scale: Annotated[
+        bool, typer.Option("--scale", help="How time and memory grow, and millions of calls, instead of A against B.")
+    ] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE.json", help="Keep the results there, row by row.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw time against size, with the limit of a pure write.")
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OLD.json|NAME",
+            help="Fail if a ratio to another contestant is 1.3 x worse than in these results.",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cuda|cpu", help="Where the contestants run.")] = "auto",
+    report: Annotated[
+        bool,
+        typer.Option("--report", help="Measure nothing: write the documents' tables and plots from kept results."),
+    ] = False,
+) -> None:
+    """Time cupaged against other ways to do the same, on the same inputs, in one run."""
+    if plot is not None:
+        _check_plot(plot)
+    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
+        raise UserError(f"--json {json_file}: there is no folder {Path(json_file).parent}")
+    with _mistakes():
+        if report:
+            for file in _bench("report").write():
+                _console().print(f"wrote {file}", markup=False, soft_wrap=True)
+            return
+        kept = None if compare is None else _bench("report").kept(compare)
+        passed = _bench("command").run(device, quick, scale, only, without, json_file, plot, kept)
+    if not passed:
+        raise typer.Exit(FAILED)
+
+
+def _bench(module: str) -> Any:
+    """A module of the benchmark: of the package, or beside it in a checkout."""
+    import importlib
+
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "ab.py").is_file():
+        return importlib.import_module(f"cupaged.bench.{module}")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"bench.{module}")
 
 
 @contextmanager

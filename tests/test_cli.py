@@ -57,7 +57,7 @@ def test_version(run):
 def test_help_lists_the_commands(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert all(command in out for command in ("info", "demo", "check", "replay"))
+    assert all(command in out for command in ("info", "demo", "check", "replay", "bench"))
 
 
 def test_no_command_prints_help(run):
