@@ -22,7 +22,7 @@ Timer = Callable[[], float]
 
 def spread(samples: list[float]) -> dict[str, float]:
     """Median and the tenth and ninetieth percentile of samples."""
-    ordered = sorted(samples)
+    ordered = sorted(float(f"{sample:.5g}") for sample in samples)  # the rest is noise
     last = len(ordered) - 1
     return {
         "median": statistics.median(ordered),
@@ -308,10 +308,11 @@ def _commit() -> str | None:
 def _sources() -> str:
     """Digest of the kernels and of the package, so that results without a commit can still be told apart."""
     import cupaged
-    from cupaged.backends.cupy_raw import source
 
-    total = hashlib.sha256(source().encode())
-    folder = Path(cupaged.__file__).parent
-    for file in sorted([*folder.glob("*.py"), *folder.glob("backends/*.py")]):
+    total = hashlib.sha256()
+    folder = Path(cupaged.__file__).resolve().parent
+    beside = folder.parent / "kernels_cu"  # in a checkout
+    kernels = beside if beside.is_dir() else folder / "kernels_cu"
+    for file in [*sorted(kernels.glob("*.cu*")), *sorted([*folder.glob("*.py"), *folder.glob("backends/*.py")])]:
         total.update(file.name.encode() + b"\0" + file.read_bytes())
     return total.hexdigest()[:16]

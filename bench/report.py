@@ -245,7 +245,7 @@ def digest(results: dict[str, Any]) -> str:
 
 def results_files() -> dict[str, dict[str, Any]]:
     """Kept results by name, those of GPUs first."""
-    found = {file.stem: kept(str(file)) for file in sorted(RESULTS.glob("*.json"))}
+    found = {file.stem: kept(str(file)) for file in sorted(RESULTS.glob("*.json"), key=lambda file: file.stem)}
     return dict(sorted(found.items(), key=lambda item: item[1]["machine"]["gpu"] is None))
 
 
