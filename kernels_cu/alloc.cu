@@ -159,21 +159,22 @@ __device__ __forceinline__ Outcome outcome_of(
     return {STATUS_OK, BREACH_NONE, WHOLE_BATCH, 0};
 }
 
-// What every thread knows of the pool before an allocation. Lane L of the first warp also holds word L.
+// What every thread knows of the pool before an allocation. Lane L of the last warp also holds word L.
 struct Before {
     i64 head, free, num_pages, word;
 };
 
 __device__ __forceinline__ Before load_before(const Args& a) {
     Before b = {a.words[HEAD], a.words[FREE], a.words[NUM_PAGES], 0};
-    if (threadIdx.x < NUM_WORDS) b.word = a.words[threadIdx.x];
+    const int lane = word_lane();
+    if (lane >= 0 && lane < NUM_WORDS) b.word = a.words[lane];
     return b;
 }
 
-// Changes the words and posts them: the first warp, each lane its own word, since one thread would take them in turn.
+// Changes the words and posts them: the last warp, each lane its own word, since one thread would take them in turn.
 __device__ __forceinline__ void commit(const Args& a, const Before& b, const Outcome& o, i64 pages, i64 tokens) {
-    const int lane = threadIdx.x;
-    if (lane >= 32) return;
+    const int lane = word_lane();
+    if (lane < 0) return;
     i64 word = b.word;
     const i64 staged = __shfl_sync(FULL_WARP, word, STAGED);
     const i64 op = __shfl_sync(FULL_WARP, word, OP) + 1;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void commit(const Args& a, const Before& b, const Out
     }
     if (lane >= NUM_WORDS) word = lane == BREACH ? NO_BREACH : 0;
     __syncwarp();  // every lane has read the words
-    post_word(a, word, op);
+    post_word(a, lane, word, op);
 }
 
 // The breaches of a block's requests, in shared memory.
@@ -248,9 +249,8 @@ struct Run {
     i64 begin, end, pages_before, i;
     u32 prefix, owned;
 
-    __device__ __forceinline__ Run(const Args& a, i64 i, i64 begin, i64 end, i64 pages_before)
-        : begin(begin), end(end), pages_before(pages_before), i(i) {
-        prefix = static_cast<u32>(a.prefix.at(i));
+    __device__ __forceinline__ Run(const Args& a, i64 i, u32 prefix, i64 begin, i64 end, i64 pages_before)
+        : begin(begin), end(end), pages_before(pages_before), i(i), prefix(prefix) {
         owned = static_cast<u32>(up_pages(a, prefix));
     }
 
@@ -338,6 +338,20 @@ __device__ __forceinline__ void add_word(const Args& a, int word, i64 value) {
 
 __device__ __forceinline__ i64 word_now(const Args& a, int word) { return static_cast<volatile i64*>(a.words)[word]; }
 
+// Adds to a counter of the whole device: what this thread knows of is before it for all who add later.
+__device__ __forceinline__ u64 take_ticket(u64* ticket, u64 value) {
+#ifdef __CUDA_ARCH__
+    u64 before;
+    asm volatile("atom.add.acq_rel.gpu.u64 %0, [%1], %2;" : "=l"(before) : "l"(ticket), "l"(value) : "memory");
+    return before;
+#else
+    __threadfence();
+    const u64 before = atomicAdd(ticket, value);
+    __threadfence();
+    return before;
+#endif
+}
+
 // What the last block to come finds: its own breaches and the other blocks'. False in all blocks before; what they
 // wrote and read is then behind the last.
 __device__ __forceinline__ bool last_block(const Args& a, Breaches& breaches) {
@@ -350,10 +364,8 @@ __device__ __forceinline__ bool last_block(const Args& a, Breaches& breaches) {
             atomicMin(&a.words[BREACH], breaches.first);
             if (breaches.refused) add_word(a, PLAN_REFUSED, 1);
         }
-        __threadfence();
-        const u64 before = atomicAdd(reinterpret_cast<u64*>(&a.words[TICKET]), mine);
+        const u64 before = take_ticket(reinterpret_cast<u64*>(&a.words[TICKET]), mine);
         last = static_cast<u32>(before) + 1 == gridDim.x;
-        if (last) __threadfence();
         if (last && (before + mine) >> 32) breaches = {word_now(a, BREACH), word_now(a, PLAN_REFUSED) != 0};
     }
     __syncthreads();
@@ -506,15 +518,16 @@ __device__ __forceinline__ void write_tokens(
             continue;
         }
         while (i + 1 < a.n && begins[i + 1] <= k) ++i;
-        const Run run(a, i, begins[i], i + 1 < a.n ? begins[i + 1] : granted, pages_before[i]);
+        const u32 prefix = static_cast<u32>(a.prefix.given(i));
+        const Run run(a, i, prefix, begins[i], i + 1 < a.n ? begins[i + 1] : granted, pages_before[i]);
         if (k == t && write_four(a, front, run, t)) return;
         u32 room;
         put_slot(a, k, run.slot(a, front, k, room));
     }
 }
 
-// Extend by one block, a request a thread, in one launch.
-template <bool TABLE>
+// Extend by one block, a request a thread: the whole of it (WRITE), or only the plan, for `write_slots`.
+template <bool TABLE, bool WRITE>
 __device__ __forceinline__ void extend(const Args& a) {
     __shared__ int begins[PLAN_THREADS], pages_before[PLAN_THREADS], pages[PLAN_THREADS];
     __shared__ i64 carry[32];
@@ -527,7 +540,7 @@ __device__ __forceinline__ void extend(const Args& a) {
     const i64 entry = TABLE ? a.rows.at(at) : a.last.given(at);
     const Before b = load_before(a);
     begin_breaches(breaches);
-    const int fetched = blockDim.x < a.capacity ? blockDim.x : a.capacity;
+    const int fetched = !WRITE ? 0 : blockDim.x < a.capacity ? blockDim.x : a.capacity;
     if (i < fetched) pages[i] = a.free_ring[ring_position(a, b.head + i)];
 
     Request r = make_request(a, prefix, seq, entry);
@@ -544,6 +557,13 @@ __device__ __forceinline__ void extend(const Args& a) {
     if (tokens > a.num_tokens) sum_lengths(a, total, tokens);
     const Outcome o = outcome_of(a, b.free, total, tokens, breaches.first, breaches.refused);
     commit(a, b, o, total, tokens);
+    if (!WRITE) {
+        if (mine) {
+            a.plan_tokens[i] = begins[i];
+            a.plan_pages[i] = pages_before[i];
+        }
+        return;
+    }
 
     const i64 granted = o.status == STATUS_OK ? tokens : 0;
     const Front front = {b.head, pages, fetched, true};
@@ -564,11 +584,15 @@ __device__ __forceinline__ void extend(const Args& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_small(const __grid_constant__ Args a) {
-    extend<false>(a);
+    extend<false, true>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_step_small(const __grid_constant__ Args a) {
-    extend<true>(a);
+    extend<true, true>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_small(const __grid_constant__ Args a) {
+    extend<false, false>(a);
 }
 
 // Extend without a table in one launch, up to SCAN_REQUESTS requests, a tile of the output a block. As in `decode`,
@@ -674,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_requests(const _
     } else {
         __syncthreads();
     }
-    if (threadIdx.x >= 32) return;
+    if (word_lane() < 0) return;
     if (gridDim.x > 1) {
         share.pages = word_now(a, PLAN_PAGES);
         share.tokens = word_now(a, PLAN_TOKENS);
@@ -698,41 +722,51 @@ __device__ __forceinline__ i64 request_of_block(const Args& a, i64 token) {
     return low;
 }
 
-// A tile of the output a block, so that one long request is spread over the whole GPU. `tile` tokens from `begin` on
-// belong to requests `low` and later, of whose first tokens the next ones are in `begins`.
+// A tile of the output a block, so that one long request is spread over the whole GPU. Its tokens belong to request
+// `low` and later ones, of which the next TILE_REQUESTS are looked up in shared memory.
+constexpr int TILE_REQUESTS = 2 * WRITE_THREADS;
+
 struct Tile {
     i64 begin, granted, low, high;
 
-    __device__ __forceinline__ Tile(const Args& a, i64 tile, int* begins) : begin(blockIdx.x * tile), low(0), high(0) {
+    __device__ __forceinline__ Tile(const Args& a, i64 tokens) : begin(blockIdx.x * tokens), low(0), high(a.n - 1) {
         granted = a.words[OK] ? a.words[TOKENS] : 0;
-        if (begin >= granted || one_token_each(a)) return;
-        low = request_of_block(a, begin);
-        high = low + 2 * WRITE_THREADS <= a.n ? low + 2 * WRITE_THREADS - 1 : a.n - 1;
-        for (i64 i = low + threadIdx.x; i <= high; i += blockDim.x) begins[i - low] = a.plan_tokens[i];
-        __syncthreads();
+        if (a.n <= TILE_REQUESTS) return;
+        if (begin < granted) low = request_of_block(a, begin);
+        if (low + TILE_REQUESTS <= high) high = low + TILE_REQUESTS - 1;
     }
 
     __device__ __forceinline__ i64 request(const Args& a, const int* begins, i64 token) const {
-        if (one_token_each(a)) return token;
         const i64 i = low + request_of(begins, token, 0, high - low);
         return i == high && high < a.n - 1 ? request_of(a.plan_tokens, token, high, a.n - 1) : i;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const __grid_constant__ Args a) {
-    __shared__ int begins[2 * WRITE_THREADS];
+    __shared__ int begins[TILE_REQUESTS], pages_before[TILE_REQUESTS];
+    __shared__ u32 prefixes[TILE_REQUESTS];
     const Front front = {a.words[FIRST], nullptr, 0, true};
-    const Tile tile(a, 4 * WRITE_THREADS, begins);
+    const Tile tile(a, 4 * WRITE_THREADS);
+    for (i64 i = tile.low + threadIdx.x; i <= tile.high; i += WRITE_THREADS) {
+        begins[i - tile.low] = a.plan_tokens[i];
+        pages_before[i - tile.low] = a.plan_pages[i];
+        prefixes[i - tile.low] = static_cast<u32>(a.prefix.given(i));
+    }
+    __syncthreads();
     const i64 t = tile.begin + 4 * threadIdx.x;
     for (i64 k = t; k < t + 4 && k < a.num_tokens; ++k) {
         if (k >= tile.granted) {
             put_slot(a, k, a.refused_slot);
             continue;
         }
-        const i64 i = tile.request(a, begins, k), next = i + 1;
+        const i64 i = tile.request(a, begins, k), at = i - tile.low, next = i + 1;
         i64 end = tile.granted;
-        if (next < a.n) end = next <= tile.high ? begins[next - tile.low] : a.plan_tokens[next];
-        const Run run(a, i, i <= tile.high ? begins[i - tile.low] : a.plan_tokens[i], end, a.plan_pages[i]);
+        if (next < a.n) end = next <= tile.high ? begins[at + 1] : a.plan_tokens[next];
+        const bool near = i <= tile.high;
+        const Run run(
+            a, i, near ? prefixes[at] : static_cast<u32>(a.prefix.given(i)), near ? begins[at] : a.plan_tokens[i], end,
+            near ? pages_before[at] : a.plan_pages[i]
+        );
         if (k == t && write_four(a, front, run, t)) break;
         u32 room;
         put_slot(a, k, run.slot(a, front, k, room));
@@ -741,18 +775,22 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const __
 
 // The same for steps, which write a table, and for decodes.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_step(const __grid_constant__ Args a) {
-    __shared__ int begins[2 * WRITE_THREADS];
+    __shared__ int begins[TILE_REQUESTS];
     const Front front = {a.words[FIRST], nullptr, 0, true};
-    const Tile tile(a, WRITE_THREADS, begins);
+    const bool one_each = one_token_each(a);
+    const Tile tile(a, WRITE_THREADS);
+    for (i64 i = tile.low + threadIdx.x; i <= tile.high && !one_each; i += WRITE_THREADS)
+        begins[i - tile.low] = a.plan_tokens[i];
+    __syncthreads();
     const i64 token = tile.begin + threadIdx.x;
     if (token >= a.num_tokens) return;
     if (token >= tile.granted) {
         put_slot(a, token, a.refused_slot);
         return;
     }
-    const i64 i = tile.request(a, begins, token);
+    const i64 i = one_each ? token : tile.request(a, begins, token);
     const Request r = load_request(a, i);
-    const i64 j = one_token_each(a) ? 0 : token - a.plan_tokens[i];
+    const i64 j = one_each ? 0 : token - a.plan_tokens[i];
     write_token(a, token, r, j, r.padding ? 0 : slot_of(a, r, front, a.plan_pages[i], j));
 }
 

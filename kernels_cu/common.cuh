@@ -272,24 +272,27 @@ __device__ __forceinline__ void load_words(const Args& a, i64* w) {
     if (threadIdx.x < STATE_WORDS) w[threadIdx.x] = static_cast<volatile i64*>(a.words)[threadIdx.x];
 }
 
-// Keeps a word and posts it to the host: the first warp, lane L word L. Half a word goes in the low half of each cell,
+// The warp that keeps the words, lane L word L: the last one, which in small batches has no request.
+__device__ __forceinline__ int word_lane() { return static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x) + 32; }
+
+// Keeps a word and posts it to the host, in lane L word L. Half a word goes in the low half of each cell,
 // the op's number in the high half: cells are written whole, and a host that finds one number in all that it reads has
 // read one op's mail, with no fence on this side.
-__device__ __forceinline__ void post_word(const Args& a, i64 word, i64 op) {
-    if (threadIdx.x < STATE_WORDS) a.words[threadIdx.x] = word;
-    if (threadIdx.x < NUM_WORDS) {
+__device__ __forceinline__ void post_word(const Args& a, int lane, i64 word, i64 op) {
+    if (lane < STATE_WORDS) a.words[lane] = word;
+    if (lane < NUM_WORDS) {
         const i64 number = op << 32;
         volatile i64* mail = a.mailbox;
-        mail[threadIdx.x] = number | (word & 0xffffffffLL);
-        mail[NUM_WORDS + threadIdx.x] = number | (word >> 32 & 0xffffffffLL);
+        mail[lane] = number | (word & 0xffffffffLL);
+        mail[NUM_WORDS + lane] = number | (word >> 32 & 0xffffffffLL);
     }
 }
 
-// The same for words in shared memory, once thread 0 has ended the op.
+// The same for words in shared memory: the first warp, once thread 0 has ended the op.
 __device__ __forceinline__ void post(const Args& a, const i64* w) {
     if (threadIdx.x >= 32) return;
     __syncwarp();
-    post_word(a, threadIdx.x < STATE_WORDS ? w[threadIdx.x] : 0, w[OP]);
+    post_word(a, threadIdx.x, threadIdx.x < STATE_WORDS ? w[threadIdx.x] : 0, w[OP]);
 }
 
 // Starts an op: thread 0.

@@ -28,6 +28,7 @@ KERNELS = (
     "extend_small",
     "extend_step_small",
     "extend_wide",
+    "plan_small",
     "plan_requests",
     "write_slots",
     "write_step",
@@ -290,7 +291,7 @@ class CudaBackend(GpuBackend):
         if n == 0:
             self._extend(n, n)
         elif n <= PLAN_THREADS:
-            self._launch("decode_small", 1, _threads(n))
+            self._launch("decode_small", 1, _threads(n + 32))
         elif out != last[0]:
             self._launch("decode_wide", -(-n // PLAN_THREADS), PLAN_THREADS)
         else:
@@ -302,7 +303,7 @@ class CudaBackend(GpuBackend):
         self._pack_table(table, paged, pad_row, rows)
         try:
             if prefix is None and 0 < n <= PLAN_THREADS:
-                self._launch("decode_step_small", 1, _threads(n))
+                self._launch("decode_step_small", 1, _threads(n + 32))
             elif prefix is not None and 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
                 self._launch("extend_step_small", 1, _threads(max(n, num_tokens)))
             else:
@@ -313,7 +314,7 @@ class CudaBackend(GpuBackend):
     # Several blocks that write before all have validated need an output that no argument shares, and no table.
     def _extend(self, n: int, num_tokens: int) -> None:
         if 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
-            self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // 4))))
+            self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // 4)) + 32))
         elif (
             n <= SCAN_REQUESTS
             and n * num_tokens < WIDE_SUM
@@ -322,7 +323,10 @@ class CudaBackend(GpuBackend):
             threads = max(TILE, _threads(n))
             self._launch("extend_wide", max(1, -(-num_tokens // (4 * threads))), threads)
         else:
-            self._plan(n)
+            if n <= min(PLAN_THREADS, self.max_batch) and n * num_tokens < WIDE_SUM:
+                self._launch("plan_small", 1, _threads(n + 32))
+            else:
+                self._plan(n)
             self._launch("write_slots", -(-num_tokens // WRITE_TILE), TILE)
 
     def _plan(self, n: int) -> None:
@@ -444,6 +448,7 @@ class CudaBackend(GpuBackend):
 
 
 def _threads(n: int) -> int:
+    """Threads of one block for n: where 32 more are asked for, a warp that has only the words to look after."""
     return min(PLAN_THREADS, max(32, -(-n // 32) * 32))
 
 
