@@ -218,7 +218,7 @@ def _raised(i: int, kind: str, message: str, where: str) -> Exception:
 
 
 class RayCluster:
-    """A Ray cluster: the one that ``RAY_ADDRESS`` names or that this process has joined, or else one made here.
+    """A Ray cluster: one that this process has joined or that ``RAY_ADDRESS`` names, or else one made here.
 
     Each replica is a task of one CPU, and of one GPU where the backend runs on GPUs; it is not tried twice. cupaged
     must be installed on every node.
@@ -246,8 +246,8 @@ class RayCluster:
         self._own = not ray.is_initialized()
         if self._own:
             # A cluster that is made here has room for each replica, however few CPUs this machine has.
-            made = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
-            ray.init(log_to_driver=False, logging_level="ERROR", **made)
+            made = {"address": "local", "num_cpus": workers, "include_dashboard": False}
+            ray.init(log_to_driver=False, logging_level="ERROR", **({} if os.environ.get("RAY_ADDRESS") else made))
 
     def __enter__(self) -> RayCluster:
         return self
