@@ -70,6 +70,7 @@ def model(device: torch.device, shape: tuple[int, int, int]):
     if device.type == "cpu":
         return forward
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             forward()
@@ -77,7 +78,7 @@ def model(device: torch.device, shape: tuple[int, int, int]):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         forward()
-    graph.weights = weights
+    graph.reads = weights, x  # they must live as long
     return graph.replay
 
 

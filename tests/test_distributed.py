@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,7 @@ from cupaged.integrations import distributed
 from cupaged.integrations.distributed import LockstepGuard
 from cupaged.layout import NEVER_FOLDED
 from tests.host_backend import DeviceArray, variant
+from tests.test_digest import expected_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -189,9 +191,12 @@ class Exchange:
         self.busy = True
         self.rows.append([*numbers, int(digest[0])])
 
-    def advance(self):
+    def answer(self):
         self.busy = False
         return [self.rows[-1]] * 2
+
+    def go_on(self):
+        pass
 
 
 class OnTheHost(LockstepGuard):
@@ -242,6 +247,60 @@ def test_one_launch_more_an_op(guarded):
     pool.alloc(4)
     assert "fold_digest" not in launches
     OnTheHost(pool).close()
+
+
+def calls_of_slots(pool):
+    table, rows = np.zeros((4, 40), np.int32), np.array([0, 1, -1])
+    first = pool.alloc(8)
+    yield first
+    yield pool.alloc_extend([0, 0], [5, 3], [-1, -1], 8)
+    yield pool.alloc_decode([1, 1, 1], [-1] * 3)
+    yield pool.extend_step(table, rows, [0, 0, 0], [6, 2, 1], 9)
+    yield pool.decode_step(table, rows, [6, 2, 1])
+    pool.retain(pages := first[::4] // 4)
+    yield pages
+    for free in (
+        lambda: pool.trim(table, rows, [7, 3, 2], [1, 3, 2]),
+        lambda: pool.release(table, rows, [1, 3, 2]),
+        lambda: pool.free(first),
+        lambda: pool.free_page_ids(pages[::-1]),
+    ):
+        free()
+        yield ()
+
+
+def calls_of_rows(kv):
+    yield kv.alloc(0, 7, 0)
+    yield kv.alloc_batch([1, 2], [5, 9], [0, 0])[0]
+    yield kv.decode_step(kv.req_to_page, np.array([1, 2]), np.array([5, 9]))
+    yield kv.extend_step(kv.req_to_page, np.array([0, 2]), [7, 10], [9, 20], 12)
+    kv.free_req_cache(2, 20)
+    kv.free_extra_pages_not_cached(0, 4, 9)
+    kv.free_group_end()
+    yield ()
+    kv.free(1)
+    yield ()
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("kind", ["slots", "slots, need_sort", "rows"])
+def test_what_each_call_folds(guarded, backend, kind):
+    """What it returned, the pages that it gave back, and the counts, by the rule as `test_digest` renders it."""
+    if kind == "rows":
+        pool = cupaged.KVAllocator(41 * 4, "cpu", 4, 80, 4, backend=backend)
+        calls = calls_of_rows(pool)
+    else:
+        sort = kind != "slots"
+        pool = cupaged.PagedTokenToKVPoolAllocator(40 * 4, 4, device="cpu", backend=backend, need_sort=sort)
+        calls = calls_of_slots(pool)
+    guard = LockstepGuard(pool)
+    nothing = np.empty(0, np.int64)
+    cells = expected_of(pool.pool.snapshot(), 40, [0, NEVER_FOLDED], nothing, pool._where)
+    assert guard._cells.tolist() == cells
+    for n, entries in enumerate(calls, 1):
+        assert guard._ops == n
+        cells = expected_of(pool.pool.snapshot(), 40, cells, np.array(entries, np.int64), pool._where)
+        assert guard._cells.tolist() == cells, n
 
 
 def test_captured_folds(guarded):
@@ -352,6 +411,45 @@ class Event:
     def query(self):
         self.looks += 1
         return self.comes and self.looks == 3
+
+
+def test_a_gpus_digest_is_gathered_a_mark_later(monkeypatch, tmp_path):
+    """The order of things over gloo, on a device of which only the events are real, and in a group of one."""
+    import torch.distributed as dist
+
+    events = []
+
+    class Recorded(Event):
+        def __init__(self):
+            super().__init__(comes=True)
+            events.append(self)
+
+        def record(self, queue):
+            self.looks = 0
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(distributed, "_stream", lambda pointer, device: pointer)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        exchange = distributed._GlooExchange([0], 5.0, "cuda:0")
+        assert not exchange.busy
+        exchange.begin([1, 2, 3, 4, 10, 6], torch.tensor([7]), 0)
+        assert exchange.busy
+        assert exchange.answer() is None  # the next mark: the digest has come, and goes out
+        exchange.go_on()
+        assert events[1].looks == 3
+        exchange.begin([1, 2, 3, 4, 20, 6], torch.tensor([8]), 0)
+        assert exchange.answer() == [[1, 2, 3, 4, 10, 6, 7]]
+        exchange.go_on()
+        assert events[0].looks == 3
+        assert exchange.answer() == [[1, 2, 3, 4, 20, 6, 8]]
+        assert not exchange.busy
+    finally:
+        dist.destroy_process_group()
 
 
 def test_waits_for_the_device_so_long():

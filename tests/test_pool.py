@@ -905,7 +905,8 @@ def test_scratch_grows_in_stream_order_and_lives_while_launches_use_it():
     alive = [weakref.ref(array) for array, _ in pool.backend._scratch]
     # Cleared on the stream of the pool's own library, it could be overwritten while the op's stream uses it.
     with mock.patch.object(pool.backend, "_zeros", side_effect=AssertionError("not in the order of the op's stream")):
-        pool.trim(DeviceArray(np.zeros((1, 1), np.int32)), *(on_device(*[x] * 30) for x in (-1, 0, 0)))  # padding rows
+        padding = DeviceArray(np.zeros((1, 1), np.int32)), *(on_device(*[x] * 30) for x in (-1, 0, 0))
+        pool.trim(*padding)
     assert pool.backend.max_batch >= 30
     # A queued launch has its address, and nothing orders what takes this memory next behind that launch.
     assert all(array() is not None for array in alive)

@@ -206,6 +206,13 @@ def alive(pid: int) -> bool:
         return False
 
 
+def all_gone(pids: list[int]) -> bool:
+    end = time.monotonic() + 20
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
 def test_a_worker_that_dies_in_mid_replay():
     with LocalCluster(3) as cluster:
         pids = [process.pid for process in cluster._processes]
@@ -251,10 +258,7 @@ def test_workers_end_with_whoever_started_them(tmp_path):
     finally:
         owner.kill()
         owner.wait()
-    end = time.monotonic() + 20
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not any(map(alive, pids))
+    assert all_gone(pids)
 
 
 def test_closed_workers_are_gone():
@@ -404,3 +408,27 @@ def test_command_line_without_ray(run, log, monkeypatch):
 def test_results_are_json():
     found = replay_replicas(make_trace((0, 4, 2)), 4, 40, InProcess(2), **SETTINGS)
     assert json.loads(json.dumps(asdict(found)))["total"]["digest"] == found.total.digest
+
+
+def test_interrupt_ends_all_at_once():
+    """As a terminal's: to the command and its workers alike."""
+    words = [sys.executable, "-m", "cupaged", "replay", "--workers", "2", "--page-size", "1,2,3,4,16,64"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUPAGED_BACKEND": "numba"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = subprocess.Popen(words, env=environment, start_new_session=True, **pipes)
+    try:
+        children: list[int] = []
+        end = time.monotonic() + 30
+        while len(children) < 3 and time.monotonic() < end:  # multiprocessing's own helper is one
+            tasks = f"/proc/{command.pid}/task/{command.pid}/children"
+            children = [int(word) for word in Path(tasks).read_text().split()]
+            time.sleep(0.05)
+        time.sleep(2)
+        os.killpg(command.pid, signal.SIGINT)
+        out, err = command.communicate(timeout=30)
+        assert (command.returncode, out, err) == (130, "", "cupaged: interrupted\n")
+        assert len(children) >= 2
+        assert all_gone(children)
+    finally:
+        command.kill()
+        command.wait()

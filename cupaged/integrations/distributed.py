@@ -50,8 +50,8 @@ class LockstepGuard:
     taken off a page that others still own shows when the last one goes. Which calls were made is folded on the host,
     and so is a None. Every `every` ops, at a mark, the ranks begin to compare, and the calling step goes on: the
     answer is read at the next mark. By then it is there, unless a rank is as far behind; nothing else is waited for.
-    Where the pool is on a GPU and the group is gloo's, the digest first comes to the host, so the answer takes two
-    marks, and every second mark begins a comparison.
+    Where the pool is on a GPU and the group is gloo's, the digest first comes to the host, and the answer takes two
+    marks.
 
     ::
 
@@ -215,8 +215,7 @@ class LockstepGuard:
         self._pool.enter(self._backend.library, raising=False, changing=False)
         try:
             self._pool.refuse_capture("check()")
-            while self._exchange.busy:
-                self._read()
+            self._read_all()
             self._compare_now()
         finally:
             self._pool.leave()
@@ -257,14 +256,16 @@ class LockstepGuard:
 
     def _compare_now(self) -> None:
         self._ask()
+        self._read_all()
+
+    def _read_all(self) -> None:
         while self._exchange.busy:
             self._read()
 
     def _at_mark(self) -> None:
         if self._exchange.busy:
             self._read()
-        if not self._exchange.busy:
-            self._ask()
+        self._ask()
 
     def _ask(self) -> None:
         fixed = self._every, self._pool.num_pages, self._allocator.page_size, int(self._allocator._where)
@@ -276,13 +277,16 @@ class LockstepGuard:
             raise self._no_answer(error) from error
 
     def _read(self) -> None:
-        """Go on with the comparison that runs; raises if it shows that ranks differ."""
+        """Go on with what is under way; raises if an answer is there and shows that ranks differ."""
         try:
-            rows = self._exchange.advance()
+            rows = self._exchange.answer()
+            if rows is not None:
+                self._judge(rows)
+            self._exchange.go_on()
+        except LockstepError:
+            raise
         except Exception as error:
             raise self._no_answer(error) from error
-        if rows is not None:
-            self._judge(rows)
 
     def _no_answer(self, error: Exception) -> LockstepError:
         self.close()
@@ -354,7 +358,7 @@ def _own_group(ranks: Sequence[int], backend: str, seconds: float) -> Any:
 
 
 class _GlooExchange:
-    """One comparison at a time over gloo: the digest comes to the host, then rows are gathered by gloo's threads."""
+    """Comparisons over gloo: the digest comes to the host, and a mark later rows are gathered by gloo's threads."""
 
     def __init__(self, ranks: Sequence[int], timeout: float, device: str) -> None:
         import torch
@@ -364,49 +368,57 @@ class _GlooExchange:
             self._group = _own_group(ranks, "gloo", timeout)
         except Exception as error:
             raise _not_made(ranks, error) from error
-        self._mine = torch.zeros(_WIDTH, dtype=torch.int64, pin_memory=self._on_gpu)
+        # Two of each: while one row is gathered, the next one's digest is on its way.
+        self._rows = [torch.zeros(_WIDTH, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(2)]
+        self._events = [torch.cuda.Event() if self._on_gpu else None for _ in range(2)]
+        self._turn = 0
         self._all = torch.zeros(len(ranks), _WIDTH, dtype=torch.int64)
-        self._event = torch.cuda.Event() if self._on_gpu else None
-        self._work: Any = None
         self._coming = False
+        self._work: Any = None
 
     @property
     def busy(self) -> bool:
         return self._coming or self._work is not None
 
     def begin(self, numbers: list[int], digest: Any, stream: int) -> None:
+        """Begin a comparison, behind what is queued on a stream."""
         import torch
 
-        self._mine[:_DIGEST] = torch.tensor(numbers)
-        if self._event is None:
-            self._mine[_DIGEST:] = digest
-            self._gather()
+        self._turn ^= 1
+        row, event = self._rows[self._turn], self._events[self._turn]
+        row[:_DIGEST] = torch.tensor(numbers)
+        self._coming = True
+        if event is None:
+            row[_DIGEST:] = digest
+            self.go_on()
             return
         queue = _stream(stream, digest.device)
         with torch.cuda.stream(queue):
-            self._mine[_DIGEST:].copy_(digest, non_blocking=True)
-            self._event.record(queue)
-        self._coming = True
+            row[_DIGEST:].copy_(digest, non_blocking=True)
+            event.record(queue)
 
-    def advance(self) -> list[list[int]] | None:
-        """Read the answer; None if this was the digest's arrival, and the answer is for the next time."""
-        if self._coming:
-            _await(self._event, self._timeout)
-            self._coming = False
-            self._gather()
-            return None
+    def go_on(self) -> None:
+        """Gather the row whose digest has come."""
+        import torch.distributed as dist
+
+        if not self._coming:
+            return
+        if self._on_gpu:
+            _await(self._events[self._turn], self._timeout)
+        self._coming = False
+        self._work = dist.all_gather(list(self._all), self._rows[self._turn], group=self._group, async_op=True)
+
+    def answer(self) -> list[list[int]] | None:
+        """Rows of all ranks, if they were asked for."""
         work, self._work = self._work, None
+        if work is None:
+            return None
         work.wait(timedelta(seconds=self._timeout))
         return self._all.tolist()
 
-    def _gather(self) -> None:
-        import torch.distributed as dist
-
-        self._work = dist.all_gather(list(self._all), self._mine, group=self._group, async_op=True)
-
 
 class _NcclExchange:
-    """One comparison at a time over NCCL, on a stream of its own, beside the steps."""
+    """Comparisons over NCCL, on a stream of its own, beside the steps."""
 
     def __init__(self, ranks: Sequence[int], timeout: float, device: str) -> None:
         import torch
@@ -427,6 +439,7 @@ class _NcclExchange:
         self.busy = False
 
     def begin(self, numbers: list[int], digest: Any, stream: int) -> None:
+        """Begin a comparison, behind what is queued on a stream."""
         import torch
         import torch.distributed as dist
 
@@ -437,17 +450,26 @@ class _NcclExchange:
             self._mine[_DIGEST:].copy_(digest, non_blocking=True)
         self._side.wait_stream(queue)
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            self._all.zero_()  # what a gather that was aborted leaves is no answer
             work = dist.all_gather_into_tensor(self._all, self._mine, group=self._group, async_op=True)
             work.wait()  # the side stream does, not the host
             self._on_host.view(-1).copy_(self._all, non_blocking=True)
             self._event.record(self._side)
         self.busy = True
 
-    def advance(self) -> list[list[int]] | None:
-        """Read the answer."""
+    def go_on(self) -> None:
+        """Nothing is left to do."""
+
+    def answer(self) -> list[list[int]] | None:
+        """Rows of all ranks, if they were asked for."""
+        if not self.busy:
+            return None
         self.busy = False
         _await(self._event, self._timeout)
-        return self._on_host.tolist()
+        rows = self._on_host.tolist()
+        if not all(row[0] for row in rows):
+            raise RuntimeError("NCCL gave up")
+        return rows
 
 
 def _stream(pointer: int, device: Any) -> Any:

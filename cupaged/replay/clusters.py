@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
@@ -56,7 +57,8 @@ class LocalCluster:
                 mine, yours = context.Pipe()
                 self._pipes.append(mine)
                 process = context.Process(target=_serve, args=(yours, i), daemon=True, name=f"cupaged-replica-{i}")
-                process.start()
+                with _no_interrupts():
+                    process.start()
                 self._processes.append(process)
                 yours.close()
         except BaseException:
@@ -142,21 +144,36 @@ class LocalCluster:
         self._end(at_once=False)
 
     def _end(self, at_once: bool) -> None:
+        if at_once:  # before they find their pipes closed, and complain
+            for process in self._processes:
+                process.kill()
         for pipe in self._pipes:
             pipe.close()  # a worker that waits for a task ends
         for process in self._processes:
-            if not at_once:
-                process.join(END_S)
+            process.join(END_S)
             if process.is_alive():
                 process.kill()
-            process.join(END_S)
+                process.join(END_S)
         self._pipes.clear()
         self._processes.clear()
 
 
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """What starts here goes on ignoring them: a terminal's Ctrl-C is for the owner of workers, who ends them."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # cannot be changed here
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _serve(pipe: connection.Connection, index: int) -> None:
     """Replay what comes through a pipe, until its other end is closed or its owner is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     threading.Thread(target=_end_with, args=(parent_process(),), daemon=True).start()
     while True:
         try:
@@ -201,7 +218,7 @@ def _raised(i: int, kind: str, message: str, where: str) -> Exception:
 
 
 class RayCluster:
-    """A Ray cluster: the one that ``RAY_ADDRESS`` names or that this process has joined, or else one made here.
+    """A Ray cluster: one that this process has joined or that ``RAY_ADDRESS`` names, or else one made here.
 
     Each replica is a task of one CPU, and of one GPU where the backend runs on GPUs; it is not tried twice. cupaged
     must be installed on every node.
@@ -229,8 +246,8 @@ class RayCluster:
         self._own = not ray.is_initialized()
         if self._own:
             # A cluster that is made here has room for each replica, however few CPUs this machine has.
-            made = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
-            ray.init(log_to_driver=False, logging_level="ERROR", **made)
+            made = {"address": "local", "num_cpus": workers, "include_dashboard": False}
+            ray.init(log_to_driver=False, logging_level="ERROR", **({} if os.environ.get("RAY_ADDRESS") else made))
 
     def __enter__(self) -> RayCluster:
         return self
