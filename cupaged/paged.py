@@ -216,14 +216,16 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
                     "prefix_lens, seq_lens and last_loc must have one entry a request each, not "
                     f"{backend.length(prefix)}, {batch} and {backend.length(last)}"
                 )
-            host_prefix = self._host_lengths(prefix_lens, prefix_lens_cpu, "prefix_lens_cpu", batch)
-            host_seq = self._host_lengths(seq_lens, seq_lens_cpu, "seq_lens_cpu", batch)
             least, most = extend_bounds(num_tokens, batch, self.page_size)
             sort_bound = num_tokens // self.page_size + batch + 1
-            if host_prefix is not None and host_seq is not None:
-                check_lengths(host_prefix, host_seq, num_tokens)
-                if self._on_gpu or prefix_lens_cpu is not None or seq_lens_cpu is not None:
+            if self._on_gpu or prefix_lens_cpu is not None or seq_lens_cpu is not None:
+                host_prefix = self._host_lengths(prefix_lens, prefix_lens_cpu, "prefix_lens_cpu", batch)
+                host_seq = self._host_lengths(seq_lens, seq_lens_cpu, "seq_lens_cpu", batch)
+                if host_prefix is not None and host_seq is not None:
+                    check_lengths(host_prefix, host_seq, num_tokens)
                     least = most = pages_taken(host_prefix, host_seq, self.page_size)
+            else:
+                backend.check_lengths(prefix, seq, num_tokens)
             if least > self.num_pages and not self.pool.capturing:
                 return self._finish(self.pool.refuse(sort_bound))
             result, slots = self._output(library, num_tokens, out, prefix, seq, last)
@@ -271,12 +273,14 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
                     f"{batch} and {backend.length(last)}"
                 )
             least, most = 0, batch
-            host_seq = self._host_lengths(seq_lens, seq_lens_cpu, "seq_lens_cpu", batch)
-            if host_seq is not None:
-                before = host_seq - 1
-                check_lengths(before, host_seq, None)
-                if self._on_gpu or seq_lens_cpu is not None:
+            if self._on_gpu or seq_lens_cpu is not None:
+                host_seq = self._host_lengths(seq_lens, seq_lens_cpu, "seq_lens_cpu", batch)
+                if host_seq is not None:
+                    before = host_seq - 1
+                    check_lengths(before, host_seq, None)
                     least = most = pages_begun(before, self.page_size)
+            else:
+                backend.check_lengths(None, seq, None)
             result, slots = self._output(library, batch, out, seq, in_place=last)
             granted = self.pool.allocate(Kind.DECODE, least, most, batch, backend.alloc_decode, seq, last, slots)
             return self._finish(result if granted else None)

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from cupaged.geometry import check_lengths
 from cupaged.interop import host_table, host_vector, library_of
 from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind
 
 __all__ = ["HostBackend"]
+
+_INT64 = np.dtype(np.int64)
 
 
 class HostBackend:
@@ -61,11 +64,21 @@ class HostBackend:
 
     def use_library(self, *arrays: Any) -> str:
         """Library in which the result for these arguments leaves."""
-        return next((name for name in map(library_of, arrays) if name in ("torch", "numpy")), self.library)
+        for array in arrays:
+            library = library_of(array)
+            if library == "numpy" or library == "torch":
+                return library
+        return self.library
 
     def vector(self, x: Any, name: str) -> np.ndarray:
         """The argument as the kernels take it."""
+        if type(x) is np.ndarray and x.dtype is _INT64 and x.ndim == 1 and x.flags.carray:
+            return x
         return host_vector(x, name)
+
+    def check_lengths(self, prefix: np.ndarray | None, seq: np.ndarray, num_tokens: int | None) -> None:
+        """Raise ``ValueError`` for lengths that no allocation can mean; a decode has neither `prefix` nor a sum."""
+        check_lengths(seq - 1 if prefix is None else prefix, seq, num_tokens)
 
     def table(self, x: Any, name: str) -> np.ndarray:
         """The request table as the kernels take it."""

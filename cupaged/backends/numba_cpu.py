@@ -1,7 +1,7 @@
 """The default without a GPU: the same operations, compiled by numba for the host, page by page.
 
-The kernels take the state as three arrays: `pages` (int32, five rows: ring, reference counts, touched marks, freed
-pages, scratch), `words` (int64, as in `layout`), `mailbox`; and `setup`, one int64 array of what a pool is made with.
+The kernels take the state as two arrays, since each one costs a call: `pages` (int32, five rows: ring, reference
+counts, touched marks, freed pages, scratch), and `words` (int64: those of `layout`, what a pool is made with, mail).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numba import config, njit, types
 from cupaged.backends.host import HostBackend
 from cupaged.layout import (
     INT32_LARGEST,
+    MAIL_WORDS,
     NUM_WORDS,
     SAVED_WORDS,
     SKIPPED_PAGE,
@@ -29,7 +30,11 @@ from cupaged.layout import (
 __all__ = ["NumbaBackend"]
 
 RING, REFS, MARKS, FREED, TOUCHED = range(5)
-PAGE_SIZE, STRICT, REFUSED_SLOT, HOST_OP, ERROR_ACK, QUIET, KIND, NUM_FREED = range(8)
+PAGE_SIZE, SHIFT, STRICT, REFUSED_SLOT, HOST_OP, ERROR_ACK, QUIET, KIND, NUM_FREED, MAIL = range(
+    NUM_WORDS, NUM_WORDS + 10
+)
+EXACT = 1 << 52  # integers below are exact as float64, and their quotients within one
+RUN = 8  # slots written at a time
 
 # Plain integers: numba takes an enum's members as objects of their own.
 HEAD, FREE, STAGED, SHARED, OP = map(int, (Word.HEAD, Word.FREE, Word.STAGED, Word.SHARED, Word.OP))
@@ -50,80 +55,108 @@ SAVED = tuple(map(int, SAVED_WORDS))
 DECODE, DECODE_STEP, TRIM = int(Kind.DECODE), int(Kind.DECODE_STEP), int(Kind.TRIM)
 
 
-def _kernel(function):
+def _compiled(function, **options):
+    # Nobody divides by zero here, nor calls these from C: each would cost compile time.
+    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     try:
-        return njit(function, cache=True, nogil=True)
+        return njit(function, cache=True, **options)
     except RuntimeError:  # numba finds no folder that it can write its cache to
-        return njit(function, nogil=True)
+        return njit(function, **options)
 
 
-@_kernel
-def begin_op(words, setup):
+def _kernel(function):
+    return _compiled(function)
+
+
+def _part(function, **options):
+    """Compile what only kernels call, once for all constants that it is called with."""
+    dispatcher = _compiled(function, no_cpython_wrapper=True, **options)
+    template = getattr(dispatcher, "get_call_template", None)  # none where nothing is compiled
+    if template is not None:
+        dispatcher.get_call_template = lambda args, kws: template([types.unliteral(a) for a in args], kws)
+    return dispatcher
+
+
+def _inlined(function):
+    """Compile as a part of each caller: a call with arrays in a loop over requests takes 40 ns."""
+    return _part(function, forceinline=True)
+
+
+@_part
+def begin_op(words):
     words[OP] += 1
-    words[W_HOST_OP] = setup[HOST_OP]
-    if words[ERROR_OP] <= setup[ERROR_ACK]:
+    words[W_HOST_OP] = words[HOST_OP]
+    if words[ERROR_OP] <= words[ERROR_ACK]:
         words[ERROR_CODE] = 0
 
 
-@_kernel
-def record(words, setup, breach, index, value):
+@_part
+def record(words, breach, index, value):
     if words[ERROR_CODE] == 0:
-        words[ERROR_CODE] = setup[KIND] << 8 | breach
+        words[ERROR_CODE] = words[KIND] << 8 | breach
         words[ERROR_OP] = words[OP]
         words[ERROR_INDEX] = index
         words[ERROR_VALUE] = value
 
 
-@_kernel
-def end_op(words, mailbox, status):
+@_part
+def end_op(words, status):
     words[STATUS] = status
     words[OK] = 1 if status == STATUS_OK else 0
     number = words[OP] << 32
     for i in range(NUM_WORDS):
-        mailbox[i] = number | (words[i] & 0xFFFFFFFF)
-        mailbox[NUM_WORDS + i] = number | (words[i] >> 32 & 0xFFFFFFFF)
+        words[MAIL + i] = number | (words[i] & 0xFFFFFFFF)
+        words[MAIL + NUM_WORDS + i] = number | (words[i] >> 32 & 0xFFFFFFFF)
 
 
-@_kernel
-def breach_of(pages, words, setup, prefix, seq, last):
+@_part
+def full_pages(tokens, size, shift):
+    """Return tokens // size, whatever their sign."""
+    return tokens >> shift if shift >= 0 else tokens // size
+
+
+@_part
+def begun_pages(tokens, size, shift):
+    return full_pages(tokens + size - 1, size, shift)
+
+
+@_inlined
+def breach_of(pages, words, prefix, seq, last):
     """Return the breach of one request and whether the classic kernels' behaviour would harm nobody."""
+    breach, harmless = NONE, False
+    size, shift = words[PAGE_SIZE], words[SHIFT]
+    offset = prefix - full_pages(prefix, size, shift) * size
     if prefix < 0 or seq < prefix or seq > INT32_LARGEST:
-        return LENGTH, False
-    size = setup[PAGE_SIZE]
-    offset = prefix % size
-    if offset == 0 or seq == prefix:
-        return NONE, False
-    tokens = min(seq - prefix, size - offset)
-    page = last // size
-    if page < 1 or page > words[NUM_PAGES]:
-        return RANGE, False
-    owners = pages[REFS, page]
-    if owners == 0:
-        return FREE_PAGE, False
-    if owners > 1:
-        return SHARED_PAGE, False
-    next_offset = last - page * size + 1
-    if next_offset != offset:
-        return MISALIGNED, setup[STRICT] == 0 and next_offset + tokens <= size
-    return NONE, False
+        breach = LENGTH
+    elif offset != 0 and seq != prefix:
+        page = full_pages(last, size, shift)
+        owners = pages[REFS, page] if 1 <= page <= words[NUM_PAGES] else np.int32(-1)
+        if owners == 1:
+            next_offset = last - page * size + 1
+            if next_offset != offset:
+                breach = MISALIGNED
+                harmless = words[STRICT] == 0 and next_offset + min(seq - prefix, size - offset) <= size
+        else:
+            breach = RANGE if owners < 0 else FREE_PAGE if owners == 0 else SHARED_PAGE
+    return breach, harmless
 
 
-@_kernel
-def decide(pages, words, mailbox, setup, needed, tokens, num_tokens, breach, index, value, refused):
+@_part
+def decide(pages, words, needed, tokens, num_tokens, breach, index, value, refused):
     """Decide all or nothing; `breach`, at `index`, is the first one found in the batch."""
     status = STATUS_OK
-    if setup[QUIET] != 0 and needed > words[FREE]:
+    if words[QUIET] != 0 and needed > words[FREE]:
         status = STATUS_SHORT  # told as None, whatever else is wrong
     elif breach != NONE:
-        record(words, setup, breach, index, value)
+        record(words, breach, index, value)
         if refused:
             status = STATUS_REFUSED
     if status == STATUS_OK and tokens != num_tokens:
-        record(words, setup, SUM, WHOLE_BATCH, tokens)
-        if setup[STRICT] != 0 or tokens > num_tokens:
+        record(words, SUM, WHOLE_BATCH, tokens)
+        if words[STRICT] != 0 or tokens > num_tokens:
             status = STATUS_REFUSED
     if status == STATUS_OK and needed > words[FREE]:
-        record(words, setup, SHORT, WHOLE_BATCH, needed)
+        record(words, SHORT, WHOLE_BATCH, needed)
         status = STATUS_SHORT
     if status == STATUS_OK:
         capacity = pages.shape[1] - 1
@@ -136,104 +169,222 @@ def decide(pages, words, mailbox, setup, needed, tokens, num_tokens, breach, ind
         words[RET] = needed << 32 | (tokens & 0xFFFFFFFF)
     else:
         words[REFUSALS] += 1
-        if status == STATUS_REFUSED or setup[QUIET] == 0:
+        if status == STATUS_REFUSED or words[QUIET] == 0:
             words[RET] = 0
-    end_op(words, mailbox, status)
+    end_op(words, status)
     return status == STATUS_OK
 
 
-@_kernel
-def write_request(pages, setup, position, prefix, seq, last, t, out):
+@_inlined
+def write_run(out, t, first, n):
+    """Write first, first + 1, .. to out[t : t + n]; what is written past it, the next run overwrites."""
+    if t + n + RUN <= out.shape[0]:
+        for begin in range(0, n, RUN):
+            for j in range(RUN):
+                out[np.uint64(t + begin + j)] = first + begin + j
+    else:
+        for j in range(n):
+            out[np.uint64(t + j)] = first + j
+
+
+@_inlined
+def write_request(pages, words, position, prefix, seq, last, t, out):
     """Write one request's slots from out[t] on; return the ring position after its pages."""
-    size, capacity = setup[PAGE_SIZE], pages.shape[1] - 1
-    if prefix % size:
-        run = min(seq - prefix, size - prefix % size)
-        for j in range(run):
-            out[t + j] = last + 1 + j
-        t += run
-        prefix += run
+    size, shift, capacity = words[PAGE_SIZE], words[SHIFT], pages.shape[1] - 1
+    n = min(seq, begun_pages(prefix, size, shift) * size) - prefix
+    if n > 0:
+        write_run(out, t, last + 1, n)
+        t += n
+        prefix += n
     while prefix < seq:
-        page = pages[RING, position]
+        page = np.int64(pages[RING, position])
         position += 1
         if position == capacity:
             position = 0
         pages[REFS, page] = 1
-        run = min(seq - prefix, size)
-        first = np.int64(page) * size
-        for j in range(run):
-            out[t + j] = first + j
-        t += run
-        prefix += run
+        n = min(seq - prefix, size)
+        write_run(out, t, page * size, n)
+        t += n
+        prefix += n
     return position
 
 
-@_kernel
-def alloc(pages, words, mailbox, setup, prefixes, seqs, lasts, num_tokens, out):
-    begin_op(words, setup)
-    decode, size = setup[KIND] == DECODE, setup[PAGE_SIZE]
-    needed, tokens, refused = 0, 0, False
-    first, at, wrong = NONE, 0, np.int64(0)
+@_part
+def quotient(x, size, shift, inverse):
+    """Return x // size, for 0 <= x < EXACT, without a division."""
+    if shift >= 0:
+        return x >> shift
+    near = np.int64(np.float64(x) * inverse)
+    rest = x - near * size
+    return near + np.int64(rest >= size) - np.int64(rest < 0)
+
+
+@_part
+def product(x, size, shift):
+    return x << shift if shift >= 0 else x * size
+
+
+@_inlined
+def follows(refs, slots, size, shift, inverse, last, offset):
+    """Whether the slot behind `last` is at `offset` of a page with one owner."""
+    slot = last if (last >= size) & (last < slots) else np.int64(0)
+    page = quotient(slot, size, shift, inverse)
+    return (page != 0) & (refs[np.uint64(page)] == 1) & (slot - product(page, size, shift) + 1 == offset)
+
+
+@_part
+def survey(pages, words, decode, prefixes, seqs, lasts):
+    """Return pages and tokens that a batch takes, and whether nothing is wrong with it.
+
+    The loops have no branch, so that the compiler vectorises them; what is wrong, and where, is for others to find.
+    """
+    size, shift, refs = words[PAGE_SIZE], words[SHIFT], pages[REFS]
+    slots = (words[NUM_PAGES] + 1) * size
+    needed, tokens, signs, wrong = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    if shift < 0 and slots > EXACT:
+        return needed, tokens, False
+    inverse = 1.0 / size
+    if decode:
+        tokens += seqs.shape[0]
+        for i in range(seqs.shape[0]):
+            prefix = seqs[i] - 1
+            signs |= prefix | (INT32_LARGEST - seqs[i])
+            full = quotient(prefix & INT32_LARGEST, size, shift, inverse)
+            offset = prefix - product(full, size, shift)
+            needed += np.int64(offset == 0)
+            wrong |= np.int64((offset != 0) & (not follows(refs, slots, size, shift, inverse, lasts[i], offset)))
+        return needed, tokens, signs >= 0 and wrong == 0
     for i in range(seqs.shape[0]):
-        seq = seqs[i]
-        prefix = seq - 1 if decode and seq > 0 else -1 if decode else prefixes[i]
-        breach, carry_on = breach_of(pages, words, setup, prefix, seq, lasts[i])
-        if breach != NONE:
-            if first == NONE:
-                first, at, wrong = breach, i, seq if breach == LENGTH else lasts[i]
-            refused = refused or not carry_on
-        if breach != LENGTH:
-            needed += (seq + size - 1) // size - (prefix + size - 1) // size
-            tokens += seq - prefix
-    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, first, at, wrong, refused):
-        out[:] = setup[REFUSED_SLOT]
+        prefix, seq = prefixes[i], seqs[i]
+        added = seq - prefix
+        signs |= prefix | seq | added | (INT32_LARGEST - seq)
+        tokens += added
+        full = quotient(prefix & INT32_LARGEST, size, shift, inverse)
+        offset = prefix - product(full, size, shift)
+        begun = quotient((seq & INT32_LARGEST) + size - 1, size, shift, inverse)
+        needed += begun - full - np.int64(offset != 0)
+        writes = (offset != 0) & (added != 0)
+        wrong |= np.int64(writes & (not follows(refs, slots, size, shift, inverse, lasts[i], offset)))
+    return needed, tokens, signs >= 0 and wrong == 0
+
+
+@_part
+def plan(pages, words, decode, prefixes, seqs, lasts, num_tokens):
+    """Decide all or nothing; where something is wrong, request by request."""
+    needed, tokens, clean = survey(pages, words, decode, prefixes, seqs, lasts)
+    size, shift = words[PAGE_SIZE], words[SHIFT]
+    refused, first, at, wrong = False, np.int64(NONE), np.int64(0), np.int64(0)
+    if not clean:
+        needed, tokens = np.int64(0), np.int64(0)
+        for i in range(seqs.shape[0]):
+            seq = seqs[i]
+            prefix = seq - 1 if decode else prefixes[i]
+            breach, carry_on = breach_of(pages, words, prefix, seq, lasts[i])
+            if breach != NONE:
+                if first == NONE:
+                    first, at, wrong = breach, i, seq if breach == LENGTH else lasts[i]
+                refused = refused or not carry_on
+            if breach != LENGTH:
+                needed += begun_pages(seq, size, shift) - begun_pages(prefix, size, shift)
+                tokens += seq - prefix
+    return decide(pages, words, needed, tokens, num_tokens, first, at, wrong, refused)
+
+
+@_part
+def write_decode(pages, words, seqs, lasts, out):
+    """Write one slot a request; `out` may be `lasts`."""
+    size, shift, capacity, position = words[PAGE_SIZE], words[SHIFT], pages.shape[1] - 1, words[FIRST]
+    inverse = 1.0 / size
+    for i in range(seqs.shape[0]):
+        out[i] = lasts[i] + 1
+    for i in range(seqs.shape[0]):
+        prefix = seqs[i] - 1
+        if prefix == product(quotient(prefix, size, shift, inverse), size, shift):
+            page = np.int64(pages[RING, position])
+            position += 1
+            if position == capacity:
+                position = 0
+            pages[REFS, page] = 1
+            out[i] = page * size
+
+
+@_kernel
+def alloc(pages, words, prefixes, seqs, lasts, num_tokens, out):
+    begin_op(words)
+    decode = words[KIND] == DECODE
+    if not plan(pages, words, decode, prefixes, seqs, lasts, num_tokens):
+        out[:] = words[REFUSED_SLOT]
+        return
+    if decode:
+        write_decode(pages, words, seqs, lasts, out)
         return
     position, t = words[FIRST], 0
     for i in range(seqs.shape[0]):
-        seq = seqs[i]
-        prefix = seq - 1 if decode else prefixes[i]
-        position = write_request(pages, setup, position, prefix, seq, lasts[i], t, out)
-        t += seq - prefix
-    out[t:] = setup[REFUSED_SLOT]
+        position = write_request(pages, words, position, prefixes[i], seqs[i], lasts[i], t, out)
+        t += seqs[i] - prefixes[i]
+    out[t:] = words[REFUSED_SLOT]
 
 
 @_kernel
+def decode_holds(seqs):
+    """Whether all lengths of a decode can be meant."""
+    signs = np.int64(0)
+    for seq in seqs:
+        signs |= (seq - 1) | (INT32_LARGEST - seq)
+    return signs >= 0
+
+
+@_kernel
+def extend_tokens(prefixes, seqs):
+    """Return the tokens that a batch adds, or -1 if a length is wrong."""
+    tokens, signs = np.int64(0), np.int64(0)
+    for i in range(seqs.shape[0]):
+        prefix, seq = prefixes[i], seqs[i]
+        added = seq - prefix
+        signs |= prefix | seq | added | (INT32_LARGEST - seq)
+        tokens += added
+    return tokens if signs >= 0 else np.int64(-1)
+
+
+@_part
 def lengths_hold(prefix, seq):
     return 0 <= prefix <= seq <= INT32_LARGEST
 
 
-@_kernel
-def load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i):
+@_inlined
+def load_step(words, table, paged, pad_row, rows, prefixes, seqs, i):
     """Return row, prefix, seq and last slot of a request in a table, and whether it only pads."""
-    row, seq, size = rows[i], seqs[i], setup[PAGE_SIZE]
+    row, seq, size, shift = rows[i], seqs[i], words[PAGE_SIZE], words[SHIFT]
     prefix = seq
-    if setup[KIND] == DECODE_STEP:
+    if words[KIND] == DECODE_STEP:
         if seq <= INT32_LARGEST:
             seq += 1
     else:
         prefix = prefixes[i]
-    if row == pad_row:
-        tokens = seq - prefix if lengths_hold(prefix, seq) else np.int64(setup[KIND] == DECODE_STEP)
-        return row, np.int64(0), tokens, np.int64(-1), True
-    last = np.int64(-1)
+    last, padding = np.int64(-1), row == pad_row
     columns = table.shape[1] * (size if paged else 1)
-    if 0 <= row < table.shape[0] and lengths_hold(prefix, seq) and seq <= columns and 0 < prefix < seq:
+    if padding:
+        seq = seq - prefix if lengths_hold(prefix, seq) else np.int64(words[KIND] == DECODE_STEP)
+        prefix = np.int64(0)
+    elif 0 <= row < table.shape[0] and lengths_hold(prefix, seq) and seq <= columns and 0 < prefix < seq:
         if paged:
-            page = np.int64(table[row, (prefix - 1) // size])
-            last = page if page < 0 else page * size + (prefix - 1) % size
+            nth = full_pages(prefix - 1, size, shift)
+            page = np.int64(table[row, nth])
+            last = page if page < 0 else page * size + prefix - 1 - nth * size
         else:
             last = np.int64(table[row, prefix - 1])
-    return row, prefix, seq, last, False
+    return row, prefix, seq, last, padding
 
 
 @_kernel
-def step_in_table(pages, words, mailbox, setup, table, paged, pad_row, rows, prefixes, seqs, num_tokens, out):
-    begin_op(words, setup)
-    size = setup[PAGE_SIZE]
+def step_in_table(pages, words, table, paged, pad_row, rows, prefixes, seqs, num_tokens, out):
+    begin_op(words)
+    size, shift = words[PAGE_SIZE], words[SHIFT]
     columns = table.shape[1] * (size if paged else 1)
     needed, tokens, refused = 0, 0, False
     first, at, wrong = NONE, 0, np.int64(0)
     for i in range(rows.shape[0]):
-        row, prefix, seq, last, padding = load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i)
+        row, prefix, seq, last, padding = load_step(words, table, paged, pad_row, rows, prefixes, seqs, i)
         holds = lengths_hold(prefix, seq)
         if holds:
             tokens += seq - prefix
@@ -247,44 +398,44 @@ def step_in_table(pages, words, mailbox, setup, table, paged, pad_row, rows, pre
         elif seq > columns:
             breach, value = COLUMN, seq
         else:
-            breach, carry_on = breach_of(pages, words, setup, prefix, seq, last)
+            breach, carry_on = breach_of(pages, words, prefix, seq, last)
         if breach != NONE:
             if first == NONE:
                 first, at, wrong = breach, i, value
             refused = refused or not carry_on
         if holds:
-            needed += (seq + size - 1) // size - (prefix + size - 1) // size
-    if not decide(pages, words, mailbox, setup, needed, tokens, num_tokens, first, at, wrong, refused):
-        out[:] = setup[REFUSED_SLOT]
+            needed += begun_pages(seq, size, shift) - begun_pages(prefix, size, shift)
+    if not decide(pages, words, needed, tokens, num_tokens, first, at, wrong, refused):
+        out[:] = words[REFUSED_SLOT]
         return
     position, t = words[FIRST], 0
     for i in range(rows.shape[0]):
-        row, prefix, seq, last, padding = load_step(setup, table, paged, pad_row, rows, prefixes, seqs, i)
+        row, prefix, seq, last, padding = load_step(words, table, paged, pad_row, rows, prefixes, seqs, i)
         if padding:
             out[t : t + seq] = 0
         else:
-            position = write_request(pages, setup, position, prefix, seq, last, t, out)
+            position = write_request(pages, words, position, prefix, seq, last, t, out)
             if paged:
-                for token in range((prefix + size - 1) // size * size, seq, size):
-                    table[row, token // size] = out[t + token - prefix] // size
+                for nth in range(begun_pages(prefix, size, shift), begun_pages(seq, size, shift)):
+                    table[row, nth] = full_pages(np.int64(out[t + nth * size - prefix]), size, shift)
             else:
                 for token in range(prefix, seq):
                     table[row, token] = out[t + token - prefix]
         t += seq - prefix
-    out[t:] = setup[REFUSED_SLOT]
+    out[t:] = words[REFUSED_SLOT]
 
 
 @_kernel
-def alloc_whole(pages, words, mailbox, setup, num_pages, out):
-    begin_op(words, setup)
+def alloc_whole(pages, words, num_pages, out):
+    begin_op(words)
     n = out.shape[0]
-    if decide(pages, words, mailbox, setup, num_pages, n, n, NONE, 0, 0, False):
-        write_request(pages, setup, words[FIRST], 0, n, -1, 0, out)
+    if decide(pages, words, num_pages, n, n, NONE, 0, 0, False):
+        write_request(pages, words, words[FIRST], 0, n, -1, 0, out)
     else:
-        out[:] = setup[REFUSED_SLOT]
+        out[:] = words[REFUSED_SLOT]
 
 
-@_kernel
+@_part
 def give(pages, words, listed, n, where):
     """Put the first n listed pages back, in that order."""
     capacity = pages.shape[1] - 1
@@ -303,7 +454,7 @@ def give(pages, words, listed, n, where):
             first = 0
 
 
-@_kernel
+@_part
 def drop_owner(pages, words, page):
     pages[REFS, page] -= 1
     if pages[REFS, page] == 1:
@@ -311,7 +462,7 @@ def drop_owner(pages, words, page):
     return pages[REFS, page] == 0
 
 
-@_kernel
+@_part
 def order_freed(pages, freed):
     """Put the freed pages, whose mark is 2, in ascending order, and take the marks off."""
     ascending, least, most = True, pages[FREED, 0], pages[FREED, 0]
@@ -332,28 +483,28 @@ def order_freed(pages, freed):
 
 
 @_kernel
-def free_by_slot(pages, words, mailbox, setup, slots, push, where, index_base):
-    begin_op(words, setup)
-    size, touched, previous = setup[PAGE_SIZE], 0, -1
+def free_by_slot(pages, words, slots, push, where, index_base):
+    begin_op(words)
+    size, shift, touched, previous = words[PAGE_SIZE], words[SHIFT], 0, -1
     for i in range(slots.shape[0]):
         slot = slots[i]
         start = previous * size
         if previous >= 0 and start <= slot < start + size:
             continue
-        page = slot // size
+        page = full_pages(slot, size, shift)
         if page < 1 or page > words[NUM_PAGES]:
-            record(words, setup, RANGE, index_base + i, slot)
+            record(words, RANGE, index_base + i, slot)
             continue
         previous = page
         if pages[REFS, page] == 0:
             # mark 2: lost its last owner earlier in the same group
             if pages[MARKS, page] != 2:
-                record(words, setup, DOUBLE_FREE, index_base + i, slot)
+                record(words, DOUBLE_FREE, index_base + i, slot)
         elif pages[MARKS, page] == 0:
             pages[MARKS, page] = 1
             pages[TOUCHED, touched] = page
             touched += 1
-    freed = setup[NUM_FREED]
+    freed = words[NUM_FREED]
     for i in range(touched):
         page = pages[TOUCHED, i]
         pages[MARKS, page] = 0
@@ -365,17 +516,17 @@ def free_by_slot(pages, words, mailbox, setup, slots, push, where, index_base):
         order_freed(pages, freed)
         give(pages, words, pages[FREED], freed, where)
         freed = 0
-    setup[NUM_FREED] = freed
-    end_op(words, mailbox, STATUS_OK)
+    words[NUM_FREED] = freed
+    end_op(words, STATUS_OK)
 
 
-@_kernel
-def take_entry(pages, words, setup, index, value, page, order):
+@_inlined
+def take_entry(pages, words, index, value, page, order):
     """Take one owner off a page; return how many pages this op has touched."""
     if page < 1 or page > words[NUM_PAGES]:
-        record(words, setup, RANGE, index, value)
+        record(words, RANGE, index, value)
     elif pages[REFS, page] == 0:
-        record(words, setup, DOUBLE_FREE, index, value)
+        record(words, DOUBLE_FREE, index, value)
     else:
         if pages[MARKS, page] == 0:
             pages[MARKS, page] = 1
@@ -385,7 +536,7 @@ def take_entry(pages, words, setup, index, value, page, order):
     return order
 
 
-@_kernel
+@_part
 def give_touched(pages, words, order, where):
     """Put those of the touched pages back that have no owner left; return their number."""
     listed, gone = pages[FREED], 0
@@ -400,21 +551,21 @@ def give_touched(pages, words, order, where):
 
 
 @_kernel
-def free_by_page(pages, words, mailbox, setup, entries, divisor, where):
-    begin_op(words, setup)
+def free_by_page(pages, words, entries, divisor, where):
+    begin_op(words)
     order = 0
     for i in range(entries.shape[0]):
-        order = take_entry(pages, words, setup, i, entries[i], entries[i] // divisor, order)
+        order = take_entry(pages, words, i, entries[i], entries[i] // divisor, order)
     give_touched(pages, words, order, where)
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
-def free_by_row(pages, words, mailbox, setup, table, paged, pad_row, rows, keeps, seqs, where):
-    begin_op(words, setup)
-    size = setup[PAGE_SIZE]
+def free_by_row(pages, words, table, paged, pad_row, rows, keeps, seqs, where):
+    begin_op(words)
+    size, shift = words[PAGE_SIZE], words[SHIFT]
     columns = table.shape[1] * (size if paged else 1)
-    trim, refused = setup[KIND] == TRIM, False
+    trim, refused = words[KIND] == TRIM, False
     for i in range(rows.shape[0]):
         row, seq, keep = rows[i], seqs[i], keeps[i] if trim else 0
         if row == pad_row:
@@ -427,34 +578,34 @@ def free_by_row(pages, words, mailbox, setup, table, paged, pad_row, rows, keeps
         elif seq > columns:
             breach, value = COLUMN, seq
         if breach != NONE:
-            record(words, setup, breach, i, value)
+            record(words, breach, i, value)
             refused = True
     if refused:
         words[REFUSALS] += 1
-        end_op(words, mailbox, STATUS_REFUSED)
+        end_op(words, STATUS_REFUSED)
         return
     order = 0
     for i in range(rows.shape[0]):
         if rows[i] == pad_row:
             continue
         keep = keeps[i] if trim else 0
-        for nth in range((keep + size - 1) // size, (seqs[i] + size - 1) // size):
+        for nth in range(begun_pages(keep, size, shift), begun_pages(seqs[i], size, shift)):
             cell = np.int64(table[rows[i], nth if paged else nth * size])
-            order = take_entry(pages, words, setup, i, cell, cell if paged else cell // size, order)
+            order = take_entry(pages, words, i, cell, cell if paged else full_pages(cell, size, shift), order)
     give_touched(pages, words, order, where)
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
-def free_by_queue(pages, words, mailbox, setup, table, rows, begins, ends, entries, where, slot_refs):
-    begin_op(words, setup)
-    order, size = 0, setup[PAGE_SIZE]
+def free_by_queue(pages, words, table, rows, begins, ends, entries, where, slot_refs):
+    begin_op(words)
+    order, size = 0, words[PAGE_SIZE]
     for i in range(rows.shape[0]):
         for nth in range(begins[i], ends[i]):
             page = entries[nth] if rows[i] < 0 else np.int64(table[rows[i], nth])
             if page == SKIPPED_PAGE:
                 continue
-            order = take_entry(pages, words, setup, i, page, page, order)
+            order = take_entry(pages, words, i, page, page, order)
     gone = give_touched(pages, words, order, where)
     if slot_refs.shape[0]:
         for i in range(gone):
@@ -462,23 +613,23 @@ def free_by_queue(pages, words, mailbox, setup, table, rows, begins, ends, entri
             for slot in range(first, first + size):
                 if slot_refs[slot] > 0:
                     slot_refs[slot] -= 1
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
-def retain(pages, words, mailbox, setup, entries):
-    begin_op(words, setup)
+def retain(pages, words, entries):
+    begin_op(words)
     for i in range(entries.shape[0]):
         page = entries[i]
         if page < 1 or page > words[NUM_PAGES]:
-            record(words, setup, RANGE, i, page)
+            record(words, RANGE, i, page)
         elif pages[REFS, page] == 0:
-            record(words, setup, FREE_PAGE, i, page)
+            record(words, FREE_PAGE, i, page)
         else:
             pages[REFS, page] += 1
             if pages[REFS, page] == 2:
                 words[SHARED] += 1
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
@@ -496,22 +647,22 @@ def merge_sorted(pages, words, bound):
 
 
 @_kernel
-def clear_all(pages, words, mailbox, setup, num_pages):
-    begin_op(words, setup)
+def clear_all(pages, words, num_pages):
+    begin_op(words)
     for i in range(pages.shape[1]):
         pages[RING, i] = i + 1
         pages[REFS, i] = 0
         pages[MARKS, i] = 0
     pages[REFS, 0] = 1
-    setup[NUM_FREED] = 0
+    words[NUM_FREED] = 0
     words[HEAD] = words[STAGED] = words[SHARED] = words[RET] = 0
     words[NUM_PAGES] = words[FREE] = num_pages
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
-def save(pages, words, mailbox, setup, saved):
-    begin_op(words, setup)
+def save(pages, words, saved):
+    begin_op(words)
     n = pages.shape[1]
     for i in range(n):
         saved[n - 1 + i] = pages[REFS, i]
@@ -519,12 +670,12 @@ def save(pages, words, mailbox, setup, saved):
         saved[i] = pages[RING, i]
     for i in range(5):
         saved[2 * n - 1 + i] = words[SAVED[i]]
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
-def load(pages, words, mailbox, setup, saved):
-    begin_op(words, setup)
+def load(pages, words, saved):
+    begin_op(words)
     n = pages.shape[1]
     for i in range(n):
         pages[REFS, i] = saved[n - 1 + i]
@@ -532,40 +683,40 @@ def load(pages, words, mailbox, setup, saved):
         pages[RING, i] = saved[i]
     for i in range(5):
         words[SAVED[i]] = saved[2 * n - 1 + i]
-    end_op(words, mailbox, STATUS_OK)
+    end_op(words, STATUS_OK)
 
 
 @_kernel
-def tick(words, mailbox, setup):
-    begin_op(words, setup)
-    end_op(words, mailbox, STATUS_OK)
+def tick(words):
+    begin_op(words)
+    end_op(words, STATUS_OK)
 
 
-@_kernel
-def readable(setup, table, paged, pad_row, row, seq):
-    columns = table.shape[1] * (setup[PAGE_SIZE] if paged else 1)
+@_part
+def readable(words, table, paged, pad_row, row, seq):
+    columns = table.shape[1] * (words[PAGE_SIZE] if paged else 1)
     return row != pad_row and 0 <= row < table.shape[0] and 0 <= seq <= min(columns, INT32_LARGEST)
 
 
-@_kernel
-def page_in_table(setup, capacity, table, paged, row, nth):
+@_part
+def page_in_table(words, capacity, table, paged, row, nth):
     """Return the nth page of a row, or the padding page where the cell names none of this pool."""
-    size = setup[PAGE_SIZE]
-    page = np.int64(table[row, nth]) if paged else np.int64(table[row, nth * size]) // size
+    size, shift = words[PAGE_SIZE], words[SHIFT]
+    page = np.int64(table[row, nth]) if paged else full_pages(np.int64(table[row, nth * size]), size, shift)
     return page if 0 <= page <= capacity else np.int64(0)
 
 
 @_kernel
-def list_pages(setup, capacity, table, paged, pad_row, rows, seqs, indptr, indices, last):
-    size, at = setup[PAGE_SIZE], 0
+def list_pages(words, capacity, table, paged, pad_row, rows, seqs, indptr, indices, last):
+    size, shift, at = words[PAGE_SIZE], words[SHIFT], 0
     indptr[0] = 0
     for i in range(rows.shape[0]):
         row, seq, pages = rows[i], seqs[i], 0
-        if readable(setup, table, paged, pad_row, row, seq):
-            pages = (seq + size - 1) // size
+        if readable(words, table, paged, pad_row, row, seq):
+            pages = begun_pages(seq, size, shift)
         given = min(pages, indices.shape[0] - at)
         for nth in range(given):
-            indices[at + nth] = page_in_table(setup, capacity, table, paged, row, nth)
+            indices[at + nth] = page_in_table(words, capacity, table, paged, row, nth)
         at += given
         indptr[i + 1] = at
         if given == 0:
@@ -576,29 +727,29 @@ def list_pages(setup, capacity, table, paged, pad_row, rows, seqs, indptr, indic
 
 
 @_kernel
-def fill_block_table(setup, capacity, table, paged, pad_row, rows, seqs, parts, out):
-    part_size = setup[PAGE_SIZE] // parts
+def fill_block_table(words, capacity, table, paged, pad_row, rows, seqs, parts, out):
+    part_size = words[PAGE_SIZE] // parts
     for i in range(rows.shape[0]):
         row, seq, filled = rows[i], seqs[i], 0
-        if readable(setup, table, paged, pad_row, row, seq):
+        if readable(words, table, paged, pad_row, row, seq):
             filled = min((seq + part_size - 1) // part_size, out.shape[1])
         for first in range(0, filled, parts):
-            page = page_in_table(setup, capacity, table, paged, row, first // parts)
+            page = page_in_table(words, capacity, table, paged, row, first // parts)
             for part in range(min(parts, filled - first)):
                 out[i, first + part] = page * parts + part
         out[i, filled:] = 0
 
 
 @_kernel
-def map_slots(setup, capacity, table, paged, pad_row, rows, prefixes, seqs, out):
-    size, at = setup[PAGE_SIZE], 0
+def map_slots(words, capacity, table, paged, pad_row, rows, prefixes, seqs, out):
+    size, at = words[PAGE_SIZE], 0
     slots = (capacity + 1) * size
     for i in range(rows.shape[0]):
         row, prefix, seq = rows[i], prefixes[i], seqs[i]
         if not lengths_hold(prefix, seq):
             continue
         given = min(seq - prefix, out.shape[0] - at)
-        if not readable(setup, table, paged, pad_row, row, seq):
+        if not readable(words, table, paged, pad_row, row, seq):
             out[at : at + given] = -1
         else:
             for j in range(given):
@@ -616,14 +767,14 @@ def map_slots(setup, capacity, table, paged, pad_row, rows, prefixes, seqs, out)
 GOLDEN, FIRST_FACTOR, SECOND_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
-@_kernel
+@_part
 def mixed(x):
     x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * np.int64(FIRST_FACTOR)
     x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * np.int64(SECOND_FACTOR)
     return x ^ (x >> 31 & 0x1FFFFFFFF)
 
 
-@_kernel
+@_part
 def term(place, value):
     return mixed(np.int64(value) + np.int64(place + 1) * np.int64(GOLDEN))
 
@@ -645,7 +796,7 @@ def fold_in(pages, words, capacity, entries, where, cells):
 
 
 _I4, _I8 = types.int32[::1], types.int64[::1]
-_STATE = (types.int32[:, ::1], _I8, _I8, _I8)
+_STATE = (types.int32[:, ::1], _I8)
 _TABLE = types.int32[:, :]
 _READS = (_I8, types.int64, _TABLE, types.boolean, types.int64)
 _NO_REFS = np.zeros(0, np.int32)
@@ -656,16 +807,18 @@ _SIGNATURES: list[tuple[Any, tuple]] = [
     (free_by_row, (*_STATE, _TABLE, types.boolean, types.int64, _I8, _I8, _I8, types.int64)),
     (free_by_queue, (*_STATE, _TABLE, _I8, _I8, _I8, _I8, types.int64, _I4)),
     (retain, (*_STATE, _I8)),
-    (merge_sorted, (*_STATE[:2], types.int64)),
+    (decode_holds, (_I8,)),
+    (extend_tokens, (_I8, _I8)),
+    (merge_sorted, (*_STATE, types.int64)),
     (clear_all, (*_STATE, types.int64)),
     (save, (*_STATE, _I4)),
     (load, (*_STATE, _I4)),
-    (tick, (_I8, _I8, _I8)),
+    (tick, (_I8,)),
     (list_pages, (*_READS, _I8, _I8, _I4, _I4, _I4)),
     (fill_block_table, (*_READS, _I8, _I8, types.int64, types.int32[:, :])),
     (map_slots, (*_READS, _I8, _I8, _I8, _I8)),
-    (fold_in, (*_STATE[:2], types.int64, _I4, types.int64, _I8)),
-    (fold_in, (*_STATE[:2], types.int64, _I8, types.int64, _I8)),
+    (fold_in, (*_STATE, types.int64, _I4, types.int64, _I8)),
+    (fold_in, (*_STATE, types.int64, _I8, types.int64, _I8)),
 ]
 
 
@@ -679,7 +832,13 @@ class NumbaBackend(HostBackend):
         # One row more than pages, as the counts have: the ring's last cell is unused.
         self.pages = np.zeros((5, self.capacity + 1), np.int32)
         self.free_ring, self.ref_count = self.pages[RING, : self.capacity], self.pages[REFS]
-        self.setup = np.array([self.page_size, self.strict, self.refused_slot, 0, 0, 0, 0, 0], np.int64)
+        self.state = np.zeros(MAIL + MAIL_WORDS, np.int64)
+        self.words, self.mailbox = self.state[:NUM_WORDS], self.state[MAIL:]
+        self.mail = self.mailbox.data.cast("B").cast("Q")
+        size = self.page_size
+        shift = size.bit_length() - 1 if size & (size - 1) == 0 else -1
+        self.state[[PAGE_SIZE, SHIFT, STRICT, REFUSED_SLOT]] = size, shift, self.strict, self.refused_slot
+        self._cells = self.state.data
         self.warmup()
 
     def warmup(self) -> None:
@@ -699,14 +858,18 @@ class NumbaBackend(HostBackend):
                 kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
 
     def _state(self):
-        setup = self.setup
-        setup[HOST_OP], setup[ERROR_ACK], setup[QUIET], setup[KIND] = (
+        cells = self._cells
+        cells[HOST_OP], cells[ERROR_ACK], cells[QUIET], cells[KIND] = (
             self.host_op,
             self.error_ack,
             self.quiet,
             self.kind,
         )
-        return self.pages, self.words, self.mailbox, setup
+        return self.pages, self.state
+
+    def check_lengths(self, prefix, seq, num_tokens: int | None) -> None:
+        if not (decode_holds(seq) if prefix is None else extend_tokens(prefix, seq) == num_tokens):
+            super().check_lengths(prefix, seq, num_tokens)
 
     def alloc_pages(self, pages: int, out: np.ndarray) -> None:
         alloc_whole(*self._state(), pages, out)
@@ -740,22 +903,22 @@ class NumbaBackend(HostBackend):
     def flashinfer_tables(
         self, table, paged: bool, pad_row: int, rows, seq, indptr, indices, length: int, last
     ) -> None:
-        list_pages(self.setup, self.capacity, table, paged, pad_row, rows, seq, indptr, indices, last)
+        list_pages(self.state, self.capacity, table, paged, pad_row, rows, seq, indptr, indices, last)
 
     def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out) -> None:
-        fill_block_table(self.setup, self.capacity, table, paged, pad_row, rows, seq, parts, out)
+        fill_block_table(self.state, self.capacity, table, paged, pad_row, rows, seq, parts, out)
 
     def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out) -> None:
-        map_slots(self.setup, self.capacity, table, paged, pad_row, rows, prefix, seq, out)
+        map_slots(self.state, self.capacity, table, paged, pad_row, rows, prefix, seq, out)
 
     def fold(self, entries, where: Where, cells: np.ndarray) -> None:
-        fold_in(self.pages, self.words, self.capacity, entries, int(where), cells)
+        fold_in(self.pages, self.state, self.capacity, entries, int(where), cells)
 
     def retain_pages(self, entries) -> None:
         retain(*self._state(), entries)
 
     def sort_free(self, bound: int) -> None:
-        merge_sorted(self.pages, self.words, bound)
+        merge_sorted(self.pages, self.state, bound)
 
     def clear(self, num_pages: int) -> None:
         clear_all(*self._state(), num_pages)
@@ -769,7 +932,7 @@ class NumbaBackend(HostBackend):
         load(*self._state(), saved)
 
     def refresh(self) -> None:
-        tick(*self._state()[1:])
+        tick(self._state()[1])
 
     def memory(self) -> int:
-        return sum(a.nbytes for a in (self.pages, self.words, self.mailbox, self.setup))
+        return self.pages.nbytes + self.state.nbytes
