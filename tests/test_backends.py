@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
+from cupaged import PagedTokenToKVPoolAllocator
+from cupaged.backends import numba_cpu
 from cupaged.backends.cupy_raw import KERNELS
 from cupaged.backends.numba_cpu import NumbaBackend
 from cupaged.backends.reference import ReferenceBackend
@@ -115,6 +118,57 @@ def large(contestant, requests: int = 1500, small: bool = False) -> None:
             np.testing.assert_array_equal(to_host(yours), mine)
         if expected is not None:
             np.testing.assert_array_equal(to_host(found), expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), page_size=st.sampled_from(PAGE_SIZES))
+def test_vectorised_batches_on_the_host(seed, page_size):
+    play(NumbaBackend, seed, page_size, steps=15, num_pages=3000, largest_batch=150)
+
+
+@njit(error_model="numpy")
+def divided(xs, size, quotients, remainders):
+    for i in range(xs.shape[0]):
+        quotients[i] = numba_cpu.quotient(xs[i], size, -1, 1.0 / size)
+        remainders[i] = numba_cpu.remainder(xs[i], size, -1, 1.0 / size)
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(0, 2**32))
+def test_a_reciprocal_divides_exactly(size, seed):
+    multiples = np.random.default_rng(seed).integers(0, numba_cpu.EXACT // size, 50) * size
+    xs = np.concatenate([multiples, multiples + 1, multiples + size - 1, np.maximum(0, multiples - 1)])
+    found = np.empty_like(xs), np.empty_like(xs)
+    divided(xs, size, *found)
+    np.testing.assert_array_equal(found, (xs // size, xs % size))
+
+
+def test_slots_too_far_out_for_a_reciprocal():
+    size = 2**31 - 1
+    chosen = options(np.random.default_rng(0), size, num_pages=2**21 + 1, strict=True, refused_slot=-1)
+    pool = NumbaBackend(**chosen | {"index_dtype": np.dtype(np.int64)})
+    pool.clear(2**21 + 1)
+    out = np.zeros(5, np.int64)
+    pool.kind = Kind.EXTEND
+    pool.alloc_extend(np.zeros(2, np.int64), np.array([3, 2]), np.full(2, -1), 5, out)
+    assert out.tolist() == [size, size + 1, size + 2, 2 * size, 2 * size + 1]
+    pool.kind = Kind.DECODE
+    pool.alloc_decode(np.array([4, 3]), out[[2, 4]], out[:2])
+    assert out[:2].tolist() == [size + 3, 2 * size + 2]
+    pool.alloc_decode(np.array([4, 3]), np.array([size + 2, 2 * size]), out[:2])
+    assert out[:2].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_a_decode_in_place(page_size):
+    n = 100
+    pool = PagedTokenToKVPoolAllocator(2 * n * page_size, page_size, device="cpu", backend="numba")
+    prefix = np.arange(n) % page_size + 1
+    slots = pool.alloc_extend(np.zeros(n, int), prefix, np.full(n, -1), int(prefix.sum()))
+    last = slots[np.cumsum(prefix) - 1]
+    expected = np.where(prefix % page_size, last + 1, 0)
+    expected[prefix % page_size == 0] = pool.free_pages[: (prefix % page_size == 0).sum()] * page_size
+    assert pool.alloc_decode(prefix + 1, last, out=last) is last
+    np.testing.assert_array_equal(last, expected)
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)

@@ -35,6 +35,7 @@ PAGE_SIZE, SHIFT, STRICT, REFUSED_SLOT, HOST_OP, ERROR_ACK, QUIET, KIND, NUM_FRE
 )
 EXACT = 1 << 52  # integers below are exact as float64, and their quotients within one
 RUN = 8  # slots written at a time
+GROUP = 32  # requests looked at together: a decode in which one begins a page is taken one by one
 
 # Plain integers: numba takes an enum's members as objects of their own.
 HEAD, FREE, STAGED, SHARED, OP = map(int, (Word.HEAD, Word.FREE, Word.STAGED, Word.SHARED, Word.OP))
@@ -57,7 +58,7 @@ DECODE, DECODE_STEP, TRIM = int(Kind.DECODE), int(Kind.DECODE_STEP), int(Kind.TR
 
 def _compiled(function, **options):
     # Nobody divides by zero here, nor calls these from C: each would cost compile time.
-    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
     try:
         return njit(function, cache=True, **options)
     except RuntimeError:  # numba finds no folder that it can write its cache to
@@ -209,7 +210,7 @@ def write_request(pages, words, position, prefix, seq, last, t, out):
     return position
 
 
-@_part
+@_inlined
 def quotient(x, size, shift, inverse):
     """Return x // size, for 0 <= x < EXACT, without a division."""
     if shift >= 0:
@@ -219,9 +220,12 @@ def quotient(x, size, shift, inverse):
     return near + np.int64(rest >= size) - np.int64(rest < 0)
 
 
-@_part
-def product(x, size, shift):
-    return x << shift if shift >= 0 else x * size
+@_inlined
+def remainder(x, size, shift, inverse):
+    """Return x % size, for 0 <= x < EXACT, without a division."""
+    if shift >= 0:
+        return x & (size - 1)
+    return x - quotient(x, size, shift, inverse) * size
 
 
 @_inlined
@@ -229,7 +233,7 @@ def follows(refs, slots, size, shift, inverse, last, offset):
     """Whether the slot behind `last` is at `offset` of a page with one owner."""
     slot = last if (last >= size) & (last < slots) else np.int64(0)
     page = quotient(slot, size, shift, inverse)
-    return (page != 0) & (refs[np.uint64(page)] == 1) & (slot - product(page, size, shift) + 1 == offset)
+    return (page != 0) & (refs[np.uint64(page)] == 1) & (remainder(slot, size, shift, inverse) + 1 == offset)
 
 
 @_part
@@ -238,34 +242,32 @@ def survey(pages, words, decode, prefixes, seqs, lasts):
 
     The loops have no branch, so that the compiler vectorises them; what is wrong, and where, is for others to find.
     """
-    size, shift, refs = words[PAGE_SIZE], words[SHIFT], pages[REFS]
+    size, shift, refs, batch = words[PAGE_SIZE], words[SHIFT], pages[REFS], seqs.shape[0]
     slots = (words[NUM_PAGES] + 1) * size
-    needed, tokens, signs, wrong = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    needed, tokens, signs, good = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    inverse = 1.0 / size
     if shift < 0 and slots > EXACT:
         return needed, tokens, False
-    inverse = 1.0 / size
     if decode:
-        tokens += seqs.shape[0]
-        for i in range(seqs.shape[0]):
+        for i in range(batch):
             prefix = seqs[i] - 1
             signs |= prefix | (INT32_LARGEST - seqs[i])
-            full = quotient(prefix & INT32_LARGEST, size, shift, inverse)
-            offset = prefix - product(full, size, shift)
+            offset = remainder(prefix & INT32_LARGEST, size, shift, inverse)
             needed += np.int64(offset == 0)
-            wrong |= np.int64((offset != 0) & (not follows(refs, slots, size, shift, inverse, lasts[i], offset)))
-        return needed, tokens, signs >= 0 and wrong == 0
-    for i in range(seqs.shape[0]):
+            good += np.int64((offset == 0) | follows(refs, slots, size, shift, inverse, lasts[i], offset))
+        return needed, np.int64(batch), signs >= 0 and good == batch
+    for i in range(batch):
         prefix, seq = prefixes[i], seqs[i]
         added = seq - prefix
         signs |= prefix | seq | added | (INT32_LARGEST - seq)
         tokens += added
         full = quotient(prefix & INT32_LARGEST, size, shift, inverse)
-        offset = prefix - product(full, size, shift)
+        offset = remainder(prefix & INT32_LARGEST, size, shift, inverse)
         begun = quotient((seq & INT32_LARGEST) + size - 1, size, shift, inverse)
         needed += begun - full - np.int64(offset != 0)
-        writes = (offset != 0) & (added != 0)
-        wrong |= np.int64(writes & (not follows(refs, slots, size, shift, inverse, lasts[i], offset)))
-    return needed, tokens, signs >= 0 and wrong == 0
+        unread = (offset == 0) | (added == 0)
+        good += np.int64(unread | follows(refs, slots, size, shift, inverse, lasts[i], offset))
+    return needed, tokens, signs >= 0 and good == batch
 
 
 @_part
@@ -282,7 +284,7 @@ def plan(pages, words, decode, prefixes, seqs, lasts, num_tokens):
             breach, carry_on = breach_of(pages, words, prefix, seq, lasts[i])
             if breach != NONE:
                 if first == NONE:
-                    first, at, wrong = breach, i, seq if breach == LENGTH else lasts[i]
+                    first, at, wrong = breach, np.int64(i), seq if breach == LENGTH else lasts[i]
                 refused = refused or not carry_on
             if breach != LENGTH:
                 needed += begun_pages(seq, size, shift) - begun_pages(prefix, size, shift)
@@ -292,20 +294,30 @@ def plan(pages, words, decode, prefixes, seqs, lasts, num_tokens):
 
 @_part
 def write_decode(pages, words, seqs, lasts, out):
-    """Write one slot a request; `out` may be `lasts`."""
+    """Write one slot a request; `out` may be `lasts`. Most groups of requests begin no page."""
     size, shift, capacity, position = words[PAGE_SIZE], words[SHIFT], pages.shape[1] - 1, words[FIRST]
     inverse = 1.0 / size
-    for i in range(seqs.shape[0]):
-        out[i] = lasts[i] + 1
-    for i in range(seqs.shape[0]):
-        prefix = seqs[i] - 1
-        if prefix == product(quotient(prefix, size, shift, inverse), size, shift):
-            page = np.int64(pages[RING, position])
-            position += 1
-            if position == capacity:
-                position = 0
-            pages[REFS, page] = 1
-            out[i] = page * size
+    for begin in range(0, seqs.shape[0], GROUP):
+        end, begun = min(begin + GROUP, seqs.shape[0]), np.int64(0)
+        if end == begin + GROUP:
+            for j in range(GROUP):
+                at = np.uint64(begin + j)
+                out[at] = lasts[at] + 1
+                begun += np.int64(remainder(seqs[at] - 1, size, shift, inverse) == 0)
+        else:
+            begun += 1
+            for i in range(begin, end):
+                out[i] = lasts[i] + 1
+        if begun == 0:
+            continue
+        for i in range(begin, end):
+            if remainder(seqs[i] - 1, size, shift, inverse) == 0:
+                page = np.int64(pages[RING, position])
+                position += 1
+                if position == capacity:
+                    position = 0
+                pages[REFS, page] = 1
+                out[i] = page * size
 
 
 @_kernel
