@@ -543,7 +543,8 @@ __device__ __forceinline__ void extend(const Args& a) {
     const int fetched = !WRITE ? 0 : blockDim.x < a.capacity ? blockDim.x : a.capacity;
     if (i < fetched) pages[i] = a.free_ring[ring_position(a, b.head + i)];
 
-    Request r = make_request(a, prefix, seq, entry);
+    Request r = {prefix, seq, entry, 0, false};
+    if (TABLE) r = make_request(a, prefix, seq, entry);
     const bool fine = is_fine<TABLE>(a, b.num_pages, r) || !mine;
     i64 all;
     const i64 before = block_exclusive(mine ? pages_and_tokens(a, r) : 0, carry, all);
@@ -605,15 +606,15 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_wide(const __g
     const i64 to = from + share < a.n ? from + share : a.n;
     const Before b = load_before(a);
     begin_breaches(breaches);
-#pragma unroll 4
+#pragma unroll 2
     for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
-        const i64 sums = pages_and_tokens(a, load_lengths(a, i));
+        const i64 sums = pages_and_tokens(a, {a.prefix.given(i), a.seq.given(i), -1, 0, false});
         begins[i] = static_cast<int>(sums & 0xffffffffLL);
         pages_before[i] = static_cast<int>(sums >> 32);
     }
     bool fine = true;
     for (i64 i = from + threadIdx.x; i < to; i += blockDim.x) {
-        Request r = make_request(a, a.prefix.at(i), a.seq.at(i), a.last.at(i));
+        Request r = {a.prefix.given(i), a.seq.given(i), a.last.given(i), 0, false};
         fine = is_fine<false>(a, b.num_pages, r) && fine;
     }
     __syncthreads();
@@ -657,7 +658,7 @@ __device__ __forceinline__ Share plan_share(const Args& a, i64 num_pages, i64 ba
     Request r = {0, 0, -1, 0, true};
     if (i < a.n) r = load_request(a, i);
     i64 earlier_pages = 0, earlier_tokens = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (i64 j = threadIdx.x; j < base; j += PLAN_THREADS) {
         const Request q = load_lengths(a, j);
         earlier_pages += new_pages(a, q);
