@@ -801,15 +801,34 @@ extern "C" __global__ void __launch_bounds__(32) plan_pages(const __grid_constan
     commit(a, b, outcome_of(a, b.free, a.n, a.num_tokens, NO_BREACH, false), a.n, a.num_tokens);
 }
 
+// Slot t of whole pages that begin at ring position `first`; more than 2**31 of them are fine.
+__device__ __forceinline__ void write_page_slot(const Args& a, i64 first, i64 t) {
+    const i64 nth = div_page(a, t), offset = t - nth * a.page_size;
+    const int page = a.free_ring[ring_position(a, first + nth)];
+    if (offset == 0) a.ref_count[page] = 1;
+    put_slot(a, t, static_cast<i64>(page) * a.page_size + offset);
+}
+
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_pages(const __grid_constant__ Args a) {
     const i64 t = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (t >= a.num_tokens) return;
-    if (!a.words[OK]) {
+    if (a.words[OK])
+        write_page_slot(a, a.words[FIRST], t);
+    else
         put_slot(a, t, a.refused_slot);
-        return;
+}
+
+// Few pages: one block, one launch.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) alloc_pages_small(const __grid_constant__ Args a) {
+    const Before b = load_before(a);
+    const Outcome o = outcome_of(a, b.free, a.n, a.num_tokens, NO_BREACH, false);
+    __syncthreads();  // all have read the words
+    commit(a, b, o, a.n, a.num_tokens);
+#pragma unroll 4
+    for (i64 t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
+        if (o.status == STATUS_OK)
+            write_page_slot(a, b.head, t);
+        else
+            put_slot(a, t, a.refused_slot);
     }
-    const i64 nth = div_page(a, t), offset = t - nth * a.page_size;  // more than 2**31 of them are fine
-    const int page = a.free_ring[ring_position(a, a.words[FIRST] + nth)];
-    if (offset == 0) a.ref_count[page] = 1;
-    put_slot(a, t, static_cast<i64>(page) * a.page_size + offset);
 }
