@@ -1,15 +1,16 @@
-"""SGLang's allocator on cupaged: against the installed SGLang, and, where there is none, against a model of it."""
+"""SGLang's allocator on cupaged, operation by operation against the SGLang that is installed, by SGLang's own loader.
+
+`test_sglang_contract.py` holds what needs no SGLang. ``CUPAGED_REQUIRE_SGLANG=0.5.23`` fails where that version is
+not installed; without the variable, and without SGLang, nothing runs here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import subprocess
 import sys
-import threading
-import types
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,86 +18,37 @@ from unittest import mock
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if not os.environ.get("CUPAGED_REQUIRE_SGLANG") and (find_spec("sglang") is None or find_spec("torch") is None):
+    pytest.skip("needs sglang and torch", allow_module_level=True)
 
-from cupaged import backends  # noqa: E402
-from cupaged.errors import BackendError  # noqa: E402
-from cupaged.integrations import sglang as adapter  # noqa: E402
-from tests.sglang_model import Kernel, NewModel, OldModel, Scheduling  # noqa: E402
+import torch
 
-ROOT = Path(__file__).parent.parent
-GROUP = "sglang.srt.plugins"
-# A version of SGLang that must be installed, with cupaged's entry point: nothing is skipped then.
-REQUIRED = os.environ.get("CUPAGED_REQUIRE_SGLANG", "")
-needs_sglang = pytest.mark.skipif(not REQUIRED and find_spec("sglang") is None, reason="needs sglang")
+from cupaged import backends
+from cupaged.integrations import sglang as adapter
+from tests import sglang_composites, sglang_process
+from tests.sglang_model import Scheduling, long
+from tests.sglang_process import GROUP, REQUIRED, make
+
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not backends.probe("cupy").works or not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
-MODELS = [NewModel, OldModel]
-
-
-def make(cls: type, size: int, page_size: int, need_sort: bool = False, device: str = "cpu"):
-    return cls(size, page_size, dtype=torch.float16, device=device, kvcache=None, need_sort=need_sort)
-
-
-def long(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def extend(allocator, prefix, seq, last, device="cpu"):
-    p, s, last = long(*prefix), long(*seq), long(*last)
-    return allocator.alloc_extend(p.to(device), p, s.to(device), s, last.to(device), int((s - p).sum()))
-
-
-def decode(allocator, seq, last, device="cpu"):
-    s = long(*seq)
-    return allocator.alloc_decode(s.to(device), s, long(*last).to(device))
-
-
-# ---- SGLang itself -----------------------------------------------------------------------------------------------
-
-
-def prepare(folder: Path) -> None:
-    """Give SGLang what its loader needs: an image library that is not called here, and our entry point."""
-    try:
-        importlib.import_module("torchvision.io")
-    except (ImportError, RuntimeError):
-        sys.modules["torchvision"] = types.ModuleType("torchvision")
-        sys.modules["torchvision.io"] = types.SimpleNamespace(decode_jpeg=None)
-    if not any(point.name == "cupaged" for point in entry_points(group=GROUP)):
-        assert not REQUIRED, "the installed cupaged has no entry point for SGLang"
-        info = folder / "cupaged-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupaged\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\ncupaged = cupaged.integrations.sglang:register\n")
-        sys.path.append(str(folder))
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory):
-    """SGLang's own class and what its loader has put in its place, loaded before anything imported the allocator."""
-    prepare(tmp_path_factory.mktemp("metadata"))
-    os.environ[adapter.VARIABLE] = "1"
-    try:
-        importlib.import_module("sglang.srt.plugins").load_plugins()
-    finally:
-        del os.environ[adapter.VARIABLE]
-    home = importlib.import_module(adapter.HOME)
-    replacement = home.PagedTokenToKVPoolAllocator
-    original = next(cls for cls in replacement.__mro__ if cls.__module__.startswith("sglang."))
+    """SGLang's own class, and what its loader has put in its place before anything imported the allocator."""
+    sglang_process.prepare(tmp_path_factory.mktemp("metadata"))
+    with mock.patch.dict(os.environ, {adapter.VARIABLE: "1"}):
+        sglang_process.load_plugins()
+    original, replacement = sglang_process.classes()
     assert original is not replacement
-    assert original.__name__ == "PagedTokenToKVPoolAllocator"
     assert replacement.__module__ == adapter.__name__
-    # The originals of a process in which nothing was replaced: a function's globals are not rewritten by name only.
     assert original.alloc_extend is not replacement.alloc_extend
-    if not hasattr(home, "alloc_decode_naive") and not torch.cuda.is_available():
-        home.alloc_extend_kernel, home.alloc_decode_kernel = Kernel(decode=False), Kernel(decode=True)
     return original, replacement
 
 
-@needs_sglang
 def test_the_required_version_is_installed():
     if REQUIRED:
         assert version("sglang") == REQUIRED
@@ -104,7 +56,6 @@ def test_the_required_version_is_installed():
         assert [point.value for point in points] == ["cupaged.integrations.sglang:register"]
 
 
-@needs_sglang
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("need_sort", [False, True])
 @pytest.mark.parametrize("page_size", [2, 8, 32, 64, 256])
@@ -120,371 +71,127 @@ def test_equals_the_installed_sglang(classes, page_size, need_sort, device):
         assert counts["finish:segments"] > 50
 
 
-# ---- the model, everywhere ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("need_sort", [False, True])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_equals_the_model(model, page_size, need_sort):
-    reference, ours = (
-        make(cls, 24 * page_size + 1, page_size, need_sort) for cls in (model, adapter._replacement(model))
+def in_a_process(mode: str, folder: Path, **variables: str) -> dict:
+    environment = {name: value for name, value in os.environ.items() if name != adapter.VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sglang_process", mode, str(folder)],
+        cwd=Path(__file__).parent.parent,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    counts = Scheduling(reference, ours, seed=page_size).run(300)
-    assert counts["extend"] > 20
-    assert counts["decode"] + counts["decode:None"] > 40
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_worked_example(model):
-    """Page size 4: A grows from nothing to 6 tokens, B to 3; then both by one; then A is freed."""
-    ours = make(adapter._replacement(model), 32, 4)
-    assert extend(ours, [0, 0], [6, 3], [-1, -1]).tolist() == [4, 5, 6, 7, 8, 9, 12, 13, 14]
-    assert decode(ours, [7, 4], [9, 14]).tolist() == [10, 15]
-    assert decode(ours, [8, 5], [10, 15]).tolist() == [11, 16]
-    assert ours.available_size() == 16
-    assert ours.free_pages.tolist() == [5, 6, 7, 8]
-    ours.free(long(8, 4, 5, 11, 6))
-    assert ours.free_pages.tolist() == [1, 2, 5, 6, 7, 8]
-    assert ours.alloc(4 * 7) is None
-    assert ours.alloc(7).tolist() == [4, 5, 6, 7]  # floored to one page
-    assert ours.alloc(3).tolist() == []
+def test_the_plug_in_may_come_after_the_allocator(tmp_path):
+    found = in_a_process("imported_first", tmp_path, **{adapter.VARIABLE: "1"})
+    assert found["replaced"]
+    assert found["exported"]
+    assert found["module"] == "cupaged.integrations.sglang"
+    assert found["runs_on_cupaged"] == "cupaged.paged"
+    assert found["slots"] == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert found["held_by_cupaged"] == []
+    assert found.get("interleaved_bases", [True]) == [True]
 
 
-def test_segments_and_pages_go_to_the_front_in_their_order():
-    ours = make(adapter._replacement(NewModel), 40, 4)
-    slots = ours.alloc(24)
-    ours.free_segment(slots[8:15], start_pos=8)
-    assert ours.free_pages.tolist() == [3, 4, 7, 8, 9, 10]
-    ours.free_page_ids(long(6, 2))
-    assert ours.free_pages.tolist() == [6, 2, 3, 4, 7, 8, 9, 10]
-    ours._release_page_ids(long(5), long(1))
-    assert ours.free_pages.tolist() == [5, 1, 6, 2, 3, 4, 7, 8, 9, 10]
-    with pytest.raises(AssertionError):
-        ours.free_segment(slots, start_pos=2)
+def test_the_plug_in_may_come_before_the_allocator(classes):
+    found = sglang_process.found()
+    assert found["exported"]
+    assert found["runs_on_cupaged"] == "cupaged.paged"
+    assert found["held_by_cupaged"] == []
+    assert found.get("interleaved_bases", [True]) == [True]
 
 
-def test_the_queue_of_a_group_is_a_list_that_subclasses_may_use():
-    ours = make(adapter._replacement(NewModel), 40, 4)
-    slots = ours.alloc(40)
+def test_without_the_variable_sglang_is_as_it_was(tmp_path):
+    found = in_a_process("off", tmp_path)
+    assert not found["replaced"]
+    assert found["module"] == adapter.HOME
+    assert found["runs_on_cupaged"] == "builtins"
+    assert found["slots"] == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_equals_sglangs_own_kernels(tmp_path):
+    """In Triton's interpreter, since the CPU's path of SGLang is not its kernels."""
+    found = in_a_process("interpreter", tmp_path, TRITON_INTERPRET="1", **{adapter.VARIABLE: "1"})
+    assert found["interpreted"] == "InterpretedFunction"
+
+
+def composites(classes: tuple[type, type], file: str, kind: str, *args):
+    module = sglang_composites.load(file)
+    reference, ours = (
+        sglang_composites.build(module, kind, cls, *(x() if x is sglang_composites.KVCache else x for x in args))
+        for cls in classes
+    )
+    play = sglang_composites.KINDS[kind]
+    for part in play.parts:
+        assert type(getattr(ours, part)) is classes[1]
+        assert type(getattr(reference, part)) is classes[0]
+    return play, reference, ours
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_the_sliding_window_allocator_runs_on_two_of_ours(classes, need_sort, device):
+    kind, sizes = "SWATokenToKVPoolAllocator", (24 * 4, 16 * 4, 4)
+    args = *sizes, torch.float16, device, sglang_composites.KVCache, need_sort
+    play, reference, ours = composites(classes, "swa", kind, *args)
+    counts = play(reference, ours, seed=need_sort, device=device).run(600)
+    for kind in ("extend", "extend:None", "decode", "group"):
+        assert counts[kind] > 5, counts
+    assert counts.get("evict", 0) + counts.get("evict:segment", 0) > 5, counts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_the_hierarchical_sparse_allocator_runs_on_two_of_ours(classes, need_sort, device):
+    if find_spec("sglang.srt.mem_cache.allocator.hisparse") is None:
+        pytest.skip("this SGLang keeps it in a file that needs the whole of SGLang")
+    args = 16 * 4, 4, torch.float16, torch.device(device), sglang_composites.KVCache, need_sort
+    play, reference, ours = composites(classes, "hisparse", "HiSparseTokenToKVPoolAllocator", *args)
+    counts = play(reference, ours, seed=need_sort, device=device).run(600)
+    for kind in ("extend", "extend:None", "decode", "logical", "buffer", "buffer:freed", "finish"):
+        assert counts[kind] > 5, counts
+
+
+def test_the_page_interleaving_allocator_stays_sglangs(classes):
+    """Two ranks of 8 pages: a chain's pages alternate between their queues, 2, 4, .. and 3, 5, .."""
+    if find_spec(adapter.INTERLEAVED) is None:
+        pytest.skip("this SGLang has none")
+    cls = importlib.import_module(adapter.INTERLEAVED).PageInterleavePoolAllocator
+    assert classes[0] in cls.__mro__
+    assert classes[1] not in cls.__mro__
+    allocator = cls(32, 4, 2, dtype=torch.float16, device="cpu", kvcache=None, need_sort=False)
+    slots = allocator.alloc_extend(long(0), long(0), long(10), long(10), long(-1), 10, rotation_bases=[None])
+    assert slots.tolist() == [8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+    assert allocator.class_free_page_counts() == [6, 7]
+    allocator.free_segments([(slots, 0)])
+    assert allocator.class_free_page_counts() == [8, 8]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_nothing_waits_behind_a_running_forward_pass(classes, device):
+    ours = make(classes[1], 64 * 256, 64, device=device)
+    z, n = long(0, 0), long(100, 64)
+    after, last = long(101, 65), long(-1, -1)
+    on_device = [x.to(device) for x in (z, n, last, after)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    done = torch.cuda.Event()
+    done.record()
+    slots = ours.alloc_extend(on_device[0], z, on_device[1], n, on_device[2], 164)
+    assert ours.available_size() == 64 * 253
+    new = ours.alloc_decode(on_device[3], after, torch.stack([slots[99], slots[163]]))
+    assert ours.available_size() == 64 * 252
+    ours.free_segments([(slots[:64], 0), (slots[64:100], 64)])
     ours.free_group_begin()
-    assert ours.free_group == []
-    row = slots[:4].clone()
-    ours.free(row)
-    row[:] = 36  # SGLang writes its tables while a group is open
-    ours.free_page_ids(long(4))
-    ours.free_group.append(slots[8:12])
-    assert ours.available_size() == 0
+    ours.free_page_ids(new[1:] // 64)
+    ours.free_segment(slots[100:], start_pos=0)
     ours.free_group_end()
-    assert ours.free_group is None
-    assert ours.free_pages.tolist() == [4, 1, 3]
-    ours.free_group_begin()
-    ours.free(slots[-4:])
-    ours.free_group = None  # drops what is queued
-    assert ours.free_pages.tolist() == [4, 1, 3]
-
-
-# ---- attributes that SGLang assigns ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_size_and_num_pages_count_from_the_next_clear(model):
-    ours = make(adapter._replacement(model), 40, 4)
-    for pages in (3, 10, 15, 1, 0, 2):
-        ours.size, ours.num_pages = 4 * pages + 3, pages
-        ours.clear()
-        assert ours.available_size() == 4 * pages
-        assert ours.free_pages.tolist() == [*range(1, pages + 1)]
-        slots = ours.alloc(4 * pages)
-        assert slots.tolist() == [*range(4, 4 * pages + 4)]
-        assert ours.alloc(4) is None
-        assert decode(ours, [1], [-1]) is None
-
-
-def test_free_pages_and_staged_pages_can_be_assigned():
-    ours = make(adapter._replacement(NewModel), 24, 4, need_sort=True)
-    taken = ours.alloc(24)
-    ours.free(taken[4:8])
-    ours.free(taken[:4])
-    assert [pages.tolist() for pages in ours.staged_pages] == [[2, 1]]
-    assert ours.num_staged_pages == 2
-    ours.free_pages = long(5, 2)
-    assert ours.free_pages.tolist() == [5, 2]
-    assert [pages.tolist() for pages in ours.staged_pages] == [[1]]
-    ours.staged_pages = [long(4), long(3, 1)]
-    ours.num_staged_pages = 3
-    assert ours.get_all_free_pages().tolist() == [5, 2, 4, 3, 1]
-    assert ours.available_size() == 20
-    assert ours.alloc(8).tolist() == [20, 21, 22, 23, 8, 9, 10, 11]
-    assert ours.alloc(4).tolist() == [4, 5, 6, 7]
-    ours.staged_pages, ours.num_staged_pages = [], 0
-    assert ours.get_all_free_pages().tolist() == [3, 4]
-    ours.free(taken[20:])  # page 6, which nobody listed, has an owner
-    ours._core.check()
-    assert ours.get_all_free_pages().tolist() == [3, 4, 6]
-    ours.free_pages = None
-    assert ours.free_pages.tolist() == [3, 4]
-
-
-def test_release_pages_can_be_assigned():
-    ours = make(adapter._replacement(OldModel), 24, 4, need_sort=True)
-    ours.free(ours.alloc(24)[:8])
-    assert ours.release_pages.tolist() == [1, 2]
-    ours.release_pages = long(6)
-    assert ours.release_pages.tolist() == [6]
-    assert ours.available_size() == 4
-
-
-@pytest.mark.parametrize("pages", [[1, 1], [0], [7], [-1], [1 << 40]])
-def test_lists_that_no_pool_can_have_are_refused(pages):
-    ours = make(adapter._replacement(NewModel), 24, 4)
-    with pytest.raises(ValueError, match=r"some of 1 \.\. 6, each named once"):
-        ours.free_pages = long(*pages)
-    assert ours.free_pages.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_subclass_may_slice_the_free_list():
-    class Slicing(adapter._replacement(NewModel)):
-        def alloc(self, need_size):
-            pages = self.free_pages[: need_size // self.page_size]
-            self.free_pages = self.free_pages[len(pages) :]
-            return pages * self.page_size
-
-    ours = make(Slicing, 24, 4)
-    assert ours.alloc(8).tolist() == [4, 8]
-    ours.free(long(4))
-    assert ours.free_pages.tolist() == [1, 3, 4, 5, 6]
-
-
-# ---- no wait, no raise -------------------------------------------------------------------------------------------
-
-
-def test_the_flows_of_a_scheduler_never_wait():
-    """With a device that never reports: lengths that the host knows, segments and page ids keep the figure exact."""
-    ours = make(adapter._replacement(NewModel), 64 * 4, 4)
-    pool = ours._core.pool
-    with (
-        mock.patch.object(pool, "_read_mail", return_value=None),
-        mock.patch.object(pool, "_wait", side_effect=AssertionError("waited")),
-    ):
-        slots = extend(ours, [0, 0], [9, 4], [-1, -1])
-        assert ours.available_size() == 4 * 60
-        decode(ours, [10, 5], [slots[8], slots[12]])
-        assert ours.available_size() == 4 * 59
-        ours.free_segment(slots[:9], start_pos=0)
-        assert ours.available_size() == 4 * 62
-        ours.free_group_begin()
-        ours.free_page_ids(long(5))
-        ours.free_segment(slots[9:], start_pos=0)
-        ours.free_group_end()
-        assert ours.available_size() == 4 * 64
-        assert ours.alloc(4 * 65) is None
-        taken = ours.alloc(4 * 64)
-        assert ours.available_size() == 0
-        assert extend(ours, [0], [1], [-1]) is None
-        ours.free(taken)  # plain, so that only the device knows how many pages
-        with pytest.raises(AssertionError, match="waited"):
-            ours.available_size()
-    assert ours.available_size() == 4 * 64
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_watchdog_thread_reads_without_disturbing(model):
-    ours = make(adapter._replacement(model), 4096, 4)
-    found: list = []
-
-    def watch():
-        while len(found) < 300:
-            found.append((ours.available_size(), ours.free_pages))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    while thread.is_alive():
-        ours.free(ours.alloc(400))
-    thread.join(30)
-    assert len(found) == 300
-    assert {size for size, _ in found} <= {4096, 3696}
-    assert all(pages is None for _, pages in found)
-    assert ours.available_size() == 4096
-    assert ours.free_pages.tolist() == [*range(1, 1025)]
-
-
-def test_what_the_device_finds_wrong_is_logged_and_never_raised(caplog):
-    ours = make(adapter._replacement(NewModel), 64, 4)
-    slots = ours.alloc(16)
-    ours.free(slots[:4])
-    ours.free(slots[:4])
-    with caplog.at_level(logging.ERROR, "cupaged"):
-        ours.free(slots[4:8])
-    assert "freed more often than it was owned" in caplog.text
-    assert ours.free_pages.tolist() == [2, 1, *range(5, 17)]
-    # A last slot that does not fit its prefix stays in its page, as with SGLang's kernel.
-    assert decode(ours, [4], [12]).tolist() == [13]
-    assert ours.available_size() == 4 * 14
-
-
-def test_debug_mode_raises_as_sglang_does(monkeypatch):
-    ours = make(adapter._replacement(NewModel), 64, 4)
-    ours.debug_mode = True
-    slots = ours.alloc(16)
-    ours.free_segment(slots[:4], start_pos=0)
-    with pytest.raises(AssertionError, match="no whole pages of 4"):
-        ours.alloc(3)
-    with pytest.raises(AssertionError, match="freed more often"):
-        ours.free(slots[:4])
-    with pytest.raises(AssertionError, match="does not fit its prefix"):
-        decode(ours, [4], [12])
-    with pytest.raises(AssertionError, match="freed more often"):
-        ours.free_page_ids(long(1))
-    ours._debug_check_no_duplicate_pages()
-
-
-def test_host_lengths_that_no_allocation_can_mean_raise_before_anything_is_taken():
-    ours = make(adapter._replacement(NewModel), 64, 4)
-    with pytest.raises(ValueError, match="extend_num_tokens is 9"):
-        ours.alloc_extend(long(0), long(0), long(8), long(8), long(-1), 9)
-    assert ours.available_size() == 64
-
-
-# ---- when cupaged stays out --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["npu", "xpu:0", "mps"])
-def test_another_device_gets_sglangs_class_and_a_line(device, caplog):
-    replacement = adapter._replacement(NewModel)
-    made = make(replacement, 24, 4, device=device)
-    assert type(made) is NewModel
-    assert made.device == device
-    assert len(caplog.records) == 1
-    assert f"24 slots on {device}: device must be" in caplog.text
-
-    class Sub(replacement):
-        pass
-
-    with pytest.raises(BackendError, match="Sub is built on cupaged, but device must be"):
-        make(Sub, 24, 4, device=device)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_no_backend_gets_sglangs_class_and_a_line(caplog):
-    assert type(make(adapter._replacement(NewModel), 24, 4, device="cuda")) is NewModel
-    assert "no backend can run on a GPU here" in caplog.text
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    """Modules that `register` looks at, with a model as SGLang's class."""
-    hooks = types.SimpleNamespace(HookRegistry=mock.Mock(), HookType=types.SimpleNamespace(REPLACE="replace"))
-    names = adapter.HOME.split(".")
-    for i in range(1, len(names)):
-        package = types.ModuleType(".".join(names[:i]))
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, package.__name__, package)
-    home = types.SimpleNamespace(PagedTokenToKVPoolAllocator=NewModel)
-    monkeypatch.setitem(sys.modules, adapter.HOME, home)
-    utils = types.SimpleNamespace(is_npu=lambda: False)
-    monkeypatch.setitem(sys.modules, "sglang.srt.utils", utils)
-    monkeypatch.delitem(sys.modules, adapter.INTERLEAVED, raising=False)
-    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
-    monkeypatch.setenv(adapter.VARIABLE, "1")
-    return types.SimpleNamespace(home=home, utils=utils, register=hooks.HookRegistry.register)
-
-
-def test_register_replaces_once(fake, caplog):
-    adapter.register()
-    ((target, cls, kind), _) = fake.register.call_args
-    assert target == "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-    assert kind == "replace"
-    assert issubclass(cls, NewModel)
-    assert cls is not NewModel
-    fake.home.PagedTokenToKVPoolAllocator = cls
-    adapter.register()
-    assert fake.register.call_count == 1
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("wish", [None, "", "0"])
-def test_without_the_variable_nothing_happens(fake, monkeypatch, caplog, wish):
-    monkeypatch.delenv(adapter.VARIABLE)
-    if wish is not None:
-        monkeypatch.setenv(adapter.VARIABLE, wish)
-    adapter.register()
-    assert not fake.register.called
-    assert not caplog.records
-
-
-def test_another_value_is_told(fake, monkeypatch, caplog):
-    monkeypatch.setenv(adapter.VARIABLE, "yes")
-    adapter.register()
-    assert not fake.register.called
-    assert [r.getMessage() for r in caplog.records] == [
-        "SGLang keeps its own allocator: CUPAGED_SGLANG must be 1 or 0, not 'yes'"
-    ]
-
-
-def test_npus_keep_sglangs_classes(fake, caplog):
-    fake.utils.is_npu = lambda: True
-    adapter.register()
-    assert not fake.register.called
-    assert "on an NPU" in caplog.text
-
-
-class MoreState(NewModel):
-    def free(self, free_index):
-        self.quarantine = free_index
-
-
-class OtherOrder(NewModel):
-    def alloc_decode(self, last_loc, seq_lens, seq_lens_cpu):
-        return None
-
-
-class OneMore(NewModel):
-    def free_segment(self, free_index, *, start_pos, owner):
-        return None
-
-
-class NoGroups(OldModel):
-    free_group_begin = None
-
-
-class OneMoreWithDefault(NewModel):
-    def free_segment(self, free_index, *, start_pos, owner=None):
-        return None
-
-
-@pytest.mark.parametrize(
-    ("cls", "why"),
-    [
-        (MoreState, "keeps what is unknown here: quarantine"),
-        (OtherOrder, "has alloc_decode(self, last_loc, seq_lens, seq_lens_cpu), not alloc_decode(self, seq_lens, "),
-        (OneMore, "has free_segment(self, free_index, start_pos, owner), not free_segment("),
-        (NoGroups, "has no free_group_begin()"),
-        (None, "cannot be loaded: AttributeError"),
-    ],
-)
-def test_another_contract_leaves_sglang_alone_and_says_so_in_one_line(fake, caplog, cls, why):
-    if cls is None:
-        del fake.home.PagedTokenToKVPoolAllocator
-    else:
-        fake.home.PagedTokenToKVPoolAllocator = cls
-    adapter.register()
-    assert not fake.register.called
-    assert len(caplog.records) == 1
-    message = caplog.records[0].getMessage()
-    assert message.startswith("SGLang keeps its own allocator: ")
-    assert why in message
-    assert "\n" not in message
-
-
-def test_a_parameter_with_a_default_may_follow(fake):
-    fake.home.PagedTokenToKVPoolAllocator = OneMoreWithDefault
-    adapter.register()
-    assert fake.register.called
-
-
-def test_too_old_or_missing_sglang_is_told(fake, monkeypatch, caplog):
-    monkeypatch.delitem(sys.modules, adapter.HOME)
-    adapter.register()
-    assert not fake.register.called
-    assert "cannot be loaded: ModuleNotFoundError" in caplog.records[0].getMessage()
+    ours.free(ours.alloc(640))
+    assert not done.query(), "a call waited"
+    assert ours.available_size() == 64 * 256
+    assert done.query()
+    assert slots.tolist() == [*range(64, 164), *range(192, 256)]
+    assert new.tolist() == [164, 256]
