@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -29,6 +30,7 @@ from tests import sglang_composites, sglang_process
 from tests.sglang_model import Scheduling, long
 from tests.sglang_process import GROUP, REQUIRED, make
 
+ROOT = Path(__file__).parent.parent
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not backends.probe("cupy").works or not torch.cuda.is_available(), reason="needs a GPU"),
@@ -71,11 +73,43 @@ def test_equals_the_installed_sglang(classes, page_size, need_sort, device):
         assert counts["finish:segments"] > 50
 
 
+def test_the_debug_variable_makes_both_check(classes, monkeypatch):
+    monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")
+    for cls in classes:
+        allocator = make(cls, 64, 4)
+        slots = allocator.alloc(16)
+        with pytest.raises(AssertionError):
+            allocator.alloc(3)
+        with pytest.raises(AssertionError):
+            allocator.alloc_decode(long(4), long(4), long(9))
+        allocator.free(slots[:8])
+        with pytest.raises(AssertionError):
+            allocator.free(slots[:8])
+
+
+def test_copies_to_the_host_are_the_kv_caches(classes):
+    for cls in classes:
+        kvcache = mock.Mock()
+        allocator = cls(64, 4, torch.float16, "cpu", kvcache, False)
+        assert allocator.get_kvcache() is kvcache
+        slots = allocator.alloc(4)
+        assert allocator.get_cpu_copy(slots) is kvcache.get_cpu_copy.return_value
+        assert kvcache.get_cpu_copy.call_args.args == (slots,)
+        allocator.load_cpu_copy("copy", slots)
+        assert kvcache.load_cpu_copy.call_args.args == ("copy", slots)
+
+
+@torch.inference_mode()
+def test_inference_mode_as_in_sglangs_scheduler(classes):
+    reference, ours = (make(cls, 24 * 8, 8) for cls in classes)
+    Scheduling(reference, ours, seed=0).run(100)
+
+
 def in_a_process(mode: str, folder: Path, **variables: str) -> dict:
     environment = {name: value for name, value in os.environ.items() if name != adapter.VARIABLE}
     done = subprocess.run(
         [sys.executable, "-m", "tests.sglang_process", mode, str(folder)],
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
         env=environment | variables,
         capture_output=True,
         text=True,
@@ -110,6 +144,19 @@ def test_without_the_variable_sglang_is_as_it_was(tmp_path):
     assert found["module"] == adapter.HOME
     assert found["runs_on_cupaged"] == "builtins"
     assert found["slots"] == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_the_documentations_example_runs(tmp_path):
+    pages = [path.read_text() for path in (ROOT / "docs").glob("integrating*.md")]
+    blocks = [
+        block for page in pages for block in re.findall(r"```python\n(.*?)```", page, re.S) if "sglang" in block
+    ]
+    assert len(blocks) == 1
+    setup = f"from pathlib import Path; from tests.sglang_process import prepare; prepare(Path({str(tmp_path)!r}))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", setup + blocks[0]], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.splitlines()[-1:] == ["cupaged.integrations.sglang"], done.stderr
 
 
 def test_equals_sglangs_own_kernels(tmp_path):

@@ -216,6 +216,8 @@ class _OnCupaged(_SGLangs):
         super().clear()
         pages = max(1, self.num_pages)
         if core is None or pages > core.pool.capacity:
+            if core is not None:
+                core.refresh()  # what is still queued writes to memory that goes with it
             core = self._make_core(pages)
         else:
             core.resize(pages * self.page_size)
