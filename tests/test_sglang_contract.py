@@ -78,7 +78,9 @@ def test_the_queue_of_a_group_is_a_list_that_subclasses_may_use():
     row = slots[:4].clone()
     ours.free(row)
     row[:] = 36  # SGLang writes its tables while a group is open
-    ours.free_page_ids(long(4))
+    pages = long(4)
+    ours.free_page_ids(pages)
+    pages[:] = 9
     ours.free_group.append(slots[8:12])
     assert ours.available_size() == 0
     ours.free_group_end()
@@ -88,6 +90,22 @@ def test_the_queue_of_a_group_is_a_list_that_subclasses_may_use():
     ours.free(slots[-4:])
     ours.free_group = None  # drops what is queued
     assert ours.free_pages.tolist() == [4, 1, 3]
+
+
+def test_slots_may_be_freed_in_any_shape():
+    ours = make(adapter._replacement(NewModel), 40, 4)
+    ours.free(ours.alloc(16).reshape(2, 8))
+    assert ours.available_size() == 40
+
+
+def test_the_lengths_on_the_host_reach_cupaged():
+    ours = make(adapter._replacement(NewModel), 40, 4)
+    before, after, last = long(3), long(5), long(-1)
+    with mock.patch.object(ours, "_core") as core:
+        ours.alloc_extend("p", before, "s", after, last, 2, num_new_pages=1)
+        ours.alloc_decode("s", after, last)
+    assert core.alloc_extend.call_args == mock.call("p", "s", last, 2, prefix_lens_cpu=before, seq_lens_cpu=after)
+    assert core.alloc_decode.call_args == mock.call("s", last, seq_lens_cpu=after)
 
 
 # ---- attributes that SGLang assigns ------------------------------------------------------------------------------
