@@ -25,7 +25,9 @@ REQUIRED = os.environ.get("CUPAGED_REQUIRE_SGLANG", "")
 
 
 def prepare(folder: Path) -> None:
-    """Give SGLang what its loader needs: an image library that is not called here, and our entry point."""
+    """Give SGLang what its loader needs, our entry point above all, and nothing that it would only stumble over."""
+    # Not called here: its import fails beside another build of torch, and SGLang patches one version of the other.
+    sys.modules["transformers"] = None  # type: ignore[assignment]
     try:
         importlib.import_module("torchvision.io")
     except (ImportError, RuntimeError):

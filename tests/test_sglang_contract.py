@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cupaged.errors import BackendError  # noqa: E402
+from cupaged.errors import BackendError, IntegrityError  # noqa: E402
 from cupaged.integrations import sglang as adapter  # noqa: E402
 from tests.sglang_model import NewModel, OldModel, Scheduling, long  # noqa: E402
 from tests.sglang_process import make  # noqa: E402
@@ -123,6 +123,15 @@ def test_size_and_num_pages_count_from_the_next_clear(model):
         assert slots.tolist() == [*range(4, 4 * pages + 4)]
         assert ours.alloc(4) is None
         assert decode(ours, [1], [-1]) is None
+
+
+def test_a_pool_that_grows_waits_for_what_is_queued():
+    ours = make(adapter._replacement(NewModel), 40, 4)
+    with mock.patch.object(ours._core, "refresh") as refresh:
+        ours.num_pages = 11
+        ours.clear()
+    assert refresh.called
+    assert ours.available_size() == 44
 
 
 def test_free_pages_and_staged_pages_can_be_assigned():
@@ -261,6 +270,11 @@ def test_debug_mode_raises_as_sglang_does(monkeypatch):
     with pytest.raises(AssertionError, match="freed more often"):
         ours.free_page_ids(long(1))
     ours._debug_check_no_duplicate_pages()
+    with (
+        mock.patch.object(ours._core, "check_integrity", side_effect=IntegrityError("page 3 is lost")),
+        pytest.raises(AssertionError, match="page 3 is lost"),
+    ):
+        ours._debug_check_no_duplicate_pages()
 
 
 def test_host_lengths_that_no_allocation_can_mean_raise_before_anything_is_taken():
