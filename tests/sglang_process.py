@@ -39,7 +39,7 @@ def prepare(folder: Path) -> None:
         info.mkdir(exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupaged\nVersion: 0\n")
         (info / "entry_points.txt").write_text(f"[{GROUP}]\ncupaged = cupaged.integrations.sglang:register\n")
-        sys.path.append(str(folder))
+        sys.path.insert(0, str(folder))  # ahead of a cupaged installed without it
 
 
 def load_plugins() -> None:

@@ -219,26 +219,36 @@ def test_the_page_interleaving_allocator_stays_sglangs(classes):
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_nothing_waits_behind_a_running_forward_pass(classes, device):
+    """Page size 64: requests of 100 and 64 tokens take pages 1, 2 and 3, and one token more each takes page 4."""
     ours = make(classes[1], 64 * 256, 64, device=device)
-    z, n = long(0, 0), long(100, 64)
-    after, last = long(101, 65), long(-1, -1)
-    on_device = [x.to(device) for x in (z, n, last, after)]
+    before, now, after = long(0, 0), long(100, 64), long(101, 65)
+    on_device = [x.to(device) for x in (before, now, after, long(-1, -1))]
+
+    def step() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        slots = ours.alloc_extend(on_device[0], before, on_device[1], now, on_device[3], 164)
+        sizes = [ours.available_size()]
+        new = ours.alloc_decode(on_device[2], after, torch.stack([slots[99], slots[163]]))
+        sizes.append(ours.available_size())
+        ours.free_segments([(slots[:64], 0), (slots[64:100], 64)])
+        sizes.append(ours.available_size())
+        ours.free_group_begin()
+        ours.free_page_ids(new[1:] // 64)
+        ours.free_segment(slots[100:], start_pos=0)
+        ours.free_group_end()
+        sizes.append(ours.available_size())
+        ours.free(ours.alloc(640))
+        return sizes, slots, new
+
+    step()  # loads what torch loads at its first call
+    ours.clear()
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second
     done = torch.cuda.Event()
     done.record()
-    slots = ours.alloc_extend(on_device[0], z, on_device[1], n, on_device[2], 164)
-    assert ours.available_size() == 64 * 253
-    new = ours.alloc_decode(on_device[3], after, torch.stack([slots[99], slots[163]]))
-    assert ours.available_size() == 64 * 252
-    ours.free_segments([(slots[:64], 0), (slots[64:100], 64)])
-    ours.free_group_begin()
-    ours.free_page_ids(new[1:] // 64)
-    ours.free_segment(slots[100:], start_pos=0)
-    ours.free_group_end()
-    ours.free(ours.alloc(640))
+    sizes, slots, new = step()
     assert not done.query(), "a call waited"
-    assert ours.available_size() == 64 * 256
+    assert sizes == [64 * 253, 64 * 252, 64 * 254, 64 * 256]
+    assert ours.available_size() == 64 * 256  # known when the plain free has run
     assert done.query()
     assert slots.tolist() == [*range(64, 164), *range(192, 256)]
     assert new.tolist() == [164, 256]
