@@ -12,8 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cupaged import backends  # noqa: E402
 from cupaged.errors import BackendError, IntegrityError  # noqa: E402
 from cupaged.integrations import sglang as adapter  # noqa: E402
+from tests.host_backend import variant  # noqa: E402
 from tests.sglang_model import NewModel, OldModel, Scheduling, long  # noqa: E402
 from tests.sglang_process import make  # noqa: E402
 
@@ -39,6 +41,24 @@ def test_equals_the_model(model, page_size, need_sort):
     counts = Scheduling(reference, ours, seed=page_size).run(300)
     assert counts["extend"] > 20
     assert counts["decode"] + counts["decode:None"] > 40
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("need_sort", [False, True])
+def test_equals_the_model_on_the_cuda_kernels(model, need_sort, monkeypatch):
+    """The CUDA C, run by the host, where torch's tensors are on the CPU."""
+
+    class HostCuda(variant("random")):
+        def output(self, library, n):
+            tensor = torch.empty(n, dtype=torch.int64)
+            return tensor, tensor.data_ptr()
+
+    monkeypatch.setattr(backends, "pick", lambda name, device: HostCuda)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: None)
+    reference, ours = (make(cls, 24 * 8 + 1, 8, need_sort) for cls in (model, adapter._replacement(model)))
+    assert isinstance(ours._core.backend, HostCuda)
+    Scheduling(reference, ours, seed=8).run(300)
 
 
 @pytest.mark.parametrize("model", MODELS)
