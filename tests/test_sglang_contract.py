@@ -418,7 +418,7 @@ class OneMoreWithDefault(NewModel):
         (OtherOrder, "has alloc_decode(self, last_loc, seq_lens, seq_lens_cpu), not alloc_decode(self, seq_lens, "),
         (OneMore, "has free_segment(self, free_index, start_pos, owner), not free_segment("),
         (NoGroups, "has no free_group_begin()"),
-        (None, "cannot be loaded: AttributeError"),
+        (None, "cannot be replaced: AttributeError"),
     ],
 )
 def test_another_contract_leaves_sglang_alone_and_says_so_in_one_line(fake, caplog, cls, why):
@@ -435,6 +435,13 @@ def test_another_contract_leaves_sglang_alone_and_says_so_in_one_line(fake, capl
     assert "\n" not in message
 
 
+def test_a_loader_that_refuses_is_told_in_one_line(fake, caplog):
+    fake.register.side_effect = TypeError("no\nclasses")
+    adapter.register()
+    assert len(caplog.records) == 1
+    assert "cannot be replaced: TypeError: no classes" in caplog.records[0].getMessage()
+
+
 def test_a_parameter_with_a_default_may_follow(fake):
     fake.home.PagedTokenToKVPoolAllocator = OneMoreWithDefault
     adapter.register()
@@ -445,4 +452,4 @@ def test_too_old_or_missing_sglang_is_told(fake, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, adapter.HOME)
     adapter.register()
     assert not fake.register.called
-    assert "cannot be loaded: ModuleNotFoundError" in caplog.records[0].getMessage()
+    assert "cannot be replaced: ModuleNotFoundError" in caplog.records[0].getMessage()

@@ -56,17 +56,8 @@ _SIGNATURES_IF_THERE = {
 }
 # All that SGLang's classes keep. One that keeps more has rules that are not known here.
 _ATTRIBUTES = {
-    *(
-        "size",
-        "page_size",
-        "dtype",
-        "device",
-        "_kvcache",
-        "need_sort",
-        "num_pages",
-        "debug_mode",
-        "use_triton_kernels",
-    ),
+    *("size", "page_size", "num_pages", "dtype", "device", "_kvcache", "need_sort"),
+    *("debug_mode", "use_triton_kernels"),
     *("free_pages", "release_pages", "staged_pages", "num_staged_pages"),
     *("free_group", "is_not_in_free_group", "free_page_ids_group", "free_page_reps_group"),
 }
@@ -95,8 +86,10 @@ def register() -> None:
         if issubclass(original, _OnCupaged):
             return
         problem = _difference(original)
+        if not problem:
+            hooks.HookRegistry.register(TARGET, _replacement(original), hooks.HookType.REPLACE)
     except Exception as error:
-        problem = f"cannot be loaded: {type(error).__name__}: {error}"
+        problem = f"cannot be replaced: {type(error).__name__}: {' '.join(str(error).split())}"
     if problem:
         log.warning(
             "SGLang keeps its own allocator: %s of SGLang %s %s; cupaged serves 0.5.13 to 0.5.23",
@@ -104,8 +97,6 @@ def register() -> None:
             _sglang_version(),
             problem,
         )
-    else:
-        hooks.HookRegistry.register(TARGET, _replacement(original), hooks.HookType.REPLACE)
 
 
 def _sglang_version() -> str:
