@@ -30,7 +30,7 @@ from cupaged.errors import (
     IntegrityError,
     device_error,
 )
-from cupaged.layout import NUM_WORDS, Kind, Status, Word, unpack_mail
+from cupaged.layout import NUM_WORDS, SAVED_WORDS, Kind, Status, Word, unpack_mail
 
 __all__ = ["PagePool", "PoolState", "Stats"]
 
@@ -276,6 +276,33 @@ class PagePool:
         self.num_pages = num_pages
         self._reset_bounds(op, state.at_least, state.at_most, state.may_share)
 
+    def state_with(self, free: np.ndarray, staged: np.ndarray) -> PoolState:
+        """Make up a state for `restore`: these pages are free, in this order, and all others have one owner.
+
+        Parameters
+        ----------
+        free, staged : numpy.ndarray
+            Page ids, integers, shape ``(n,)``: at the front, and waiting for a merge (`need_sort`).
+
+        Raises
+        ------
+        ValueError
+            If a page is not one of the pool's, or is named twice.
+        """
+        pages = np.concatenate([free, staged]).astype(np.int64)
+        if pages.size and not (
+            pages.min() >= 1 and pages.max() <= self.num_pages and np.unique(pages).size == pages.size
+        ):
+            raise ValueError(f"free pages must be some of 1 .. {self.num_pages}, each named once")
+        ring, refs = np.zeros(self.capacity, np.int32), np.zeros(self.capacity + 1, np.int32)
+        ring[: pages.size] = pages
+        refs[: self.num_pages + 1] = 1
+        refs[pages] = 0
+        words = {Word.HEAD: 0, Word.FREE: len(free), Word.STAGED: len(staged), Word.SHARED: 0}
+        words[Word.NUM_PAGES] = self.num_pages
+        saved = np.concatenate([ring, refs, np.array([words[word] for word in SAVED_WORDS], np.int32)])
+        return PoolState(saved, self.capacity, pages.size, pages.size, False)
+
     def refresh(self) -> None:
         """Wait for the device and make the bounds exact."""
         self.refuse_capture("refresh()")
@@ -443,7 +470,8 @@ class PagePool:
 
     # ---- read-only ---------------------------------------------------------------------------------------------
 
-    def _elsewhere(self) -> bool:
+    def elsewhere(self) -> bool:
+        """Whether the caller's thread is another than the last that changed the pool: it must not wait here."""
         return threading.get_ident() != self._owner
 
     def refuse_capture(self, what: str) -> None:
@@ -463,7 +491,7 @@ class PagePool:
 
     def free_pages_count(self) -> int:
         """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""
-        if self._elsewhere():
+        if self.elsewhere():
             return self._last_known()
         self._news()
         if self.at_least == self.at_most and self._bounds_hold():
@@ -486,21 +514,21 @@ class PagePool:
 
     def free_at_least(self) -> int:
         """Lower bound of the free pages; never waits."""
-        if self._elsewhere():
+        if self.elsewhere():
             return min(self.at_least, self._last_known()) if self._bounds_hold() else 0
         self._news()
         return self.at_least if self._bounds_hold() else 0
 
     def check(self) -> None:
         """Raise the recorded error, if there is one; waits for the ops queued so far."""
-        if not self._elsewhere():
+        if not self.elsewhere():
             with self._reading("check()"):
                 self._settle(self.captured)
         self._raise_deferred()
 
     def settled_words(self) -> list[int]:
         """The words after all queued ops; from another thread the last known ones."""
-        if not self._elsewhere():
+        if not self.elsewhere():
             with self._reading("this call"):
                 self._settle(self.captured or self.backend.need_sort)  # a merge sends no mail
         return self._words()

@@ -936,3 +936,28 @@ def test_at_most_24_bytes_a_page():
         else:
             total = sum(a.nbytes for a in backend._keep) + sum(a.nbytes for a, _ in backend._scratch)
         assert total <= 24 * pages + 8192 * 8
+
+
+# ---- states that are made up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", HOSTED)
+def test_a_state_made_up_on_the_host_is_restored(backend):
+    pool = make(backend, 24, 4, need_sort=True)
+    pool.alloc(24)
+    state = pool.pool.state_with(np.array([5, 2]), np.array([4, 1]))
+    pool.restore_state((pool.size, pool.num_pages, state))
+    assert pool.available_size() == 16
+    assert [pages.tolist() for pages in pool.pool.free_order()] == [[5, 2], [4, 1]]
+    pool.check_integrity()
+    assert pool.alloc(4).tolist() == [20, 21, 22, 23]
+    assert pool.alloc(8).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]  # 1 and 2 of 1, 2 and 4, which were merged
+    pool.free_page_ids([3, 6])
+    pool.check()
+
+
+@pytest.mark.parametrize("pages", [[2, 2], [0], [7], [-1], [2**40]])
+def test_states_that_no_pool_can_have_are_refused(pages):
+    pool = make("numba", 24, 4).pool
+    with pytest.raises(ValueError, match=r"some of 1 \.\. 6, each named once"):
+        pool.state_with(np.array(pages), np.zeros(0, np.int64))
