@@ -126,6 +126,8 @@ class PagePool:
         self._last_op = 0  # the host's number in it
         self._last_words = [0] * NUM_WORDS
         self._lock = threading.Lock()
+        self._holder = 0  # the thread that holds it
+        self._being_read = False
         self._owner = threading.get_ident()
         self._op = self._mail_op = self._ack = 0
         self._last_retain = 0
@@ -138,7 +140,13 @@ class PagePool:
         self.watcher: Watcher | None = None
         self.in_graphs: list[Any] = []  # memory that captured launches write to, though its owner has gone
         self._low = self._high = self._front = 0  # `_known` and all that is pending, summed up
-        self.clear(self.num_pages)
+        if backend.enter(""):
+            backend.leave()
+            raise CaptureError("an allocator cannot be made while a graph is captured")
+        try:
+            self.clear(self.num_pages)
+        finally:
+            backend.leave()
 
     # ---- mutating calls ----------------------------------------------------------------------------------------
 
@@ -147,17 +155,23 @@ class PagePool:
 
         A call that only reads (`changing` is False) needs the order too, but its replays change nothing.
         """
-        if not self._lock.acquire(blocking=False):
+        me = threading.get_ident()
+        # a reader in another thread, unlike a change, is waited for
+        if not self._lock.acquire(blocking=self._being_read and self._holder != me):
             raise ConcurrentCallError("another call is changing this allocator; serialise the calls of your threads")
         try:
-            self._owner = threading.get_ident()
+            self._owner = self._holder = me
             self.capturing = self.backend.enter(library)
             if self.capturing:
                 if changing:
                     self.captured = True
                     self._refreshed_op = -1  # whatever was known, replays may change
-            elif self._mail[Word.ERROR_CODE] & _LOW or len(self._pending) >= FEW_PENDING:
-                self._read_mail()  # else it is read when somebody needs what it says
+            elif (
+                self._mail[Word.ERROR_CODE] & _LOW
+                or len(self._pending) >= FEW_PENDING
+                or self._last_retain > self._mail_op
+            ):
+                self._read_mail()  # else it is read when an allocation needs what it says
             if raising and self._deferred is not None:
                 self.raise_recorded()
         except BaseException:
@@ -176,6 +190,7 @@ class PagePool:
                 self.watcher.call_ends()
         finally:
             self.backend.leave()
+            self._holder = 0
             self._lock.release()
 
     def _begin(self, kind: Kind, quiet: bool = False) -> int:
@@ -342,9 +357,6 @@ class PagePool:
 
     def may_share(self) -> bool:
         """Whether a page may have more than one owner, as far as the host knows."""
-        return self._may_share() and not (self._news() and not self._may_share())
-
-    def _may_share(self) -> bool:
         return self.captured or self._known[3] > 0 or self._last_retain > self._mail_op
 
     def _fits(self, pages: int) -> bool:
@@ -481,13 +493,24 @@ class PagePool:
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Around a call that may wait but was not entered."""
-        self.capturing = self.backend.enter("")
+        """Around a call that may wait but was not entered, or, in debug mode, is part of one that was."""
+        me = threading.get_ident()
+        nested = self._holder == me
+        if not nested:
+            if not self._lock.acquire(blocking=self._being_read):
+                raise ConcurrentCallError(f"another thread is changing this allocator; {what} needs it at rest")
+            self._holder, self._being_read = me, True
         try:
-            self.refuse_capture(what)
-            yield
+            self.capturing = self.backend.enter("")
+            try:
+                self.refuse_capture(what)
+                yield
+            finally:
+                self.backend.leave()
         finally:
-            self.backend.leave()
+            if not nested:
+                self._holder, self._being_read = 0, False
+                self._lock.release()
 
     def free_pages_count(self) -> int:
         """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""

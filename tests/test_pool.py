@@ -489,6 +489,48 @@ def test_calls_that_overlap_raise_and_change_nothing(name):
     call()
 
 
+def test_the_free_list_is_not_read_while_a_call_changes_it():
+    pool = make("numba", 16, 1)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow_launch(*args):
+        inside.set()
+        go_on.wait(10)
+
+    with mock.patch.object(pool.backend, "clear", slow_launch):
+        thread = threading.Thread(target=pool.clear)
+        thread.start()
+        assert inside.wait(10)
+        for read in (pool.check_integrity, pool.pool.free_order, pool.pool.snapshot):
+            with pytest.raises(cupaged.ConcurrentCallError, match="at rest"):
+                read()
+        go_on.set()
+        thread.join()
+    pool.check_integrity()
+
+
+def test_a_call_waits_for_a_reader_in_another_thread():
+    pool = make("numba", 16, 1)
+    inside, go_on, order = threading.Event(), threading.Event(), []
+    snapshot = pool.backend.snapshot
+
+    def slow_snapshot():
+        inside.set()
+        go_on.wait(10)
+        order.append("read")
+        return snapshot()
+
+    with mock.patch.object(pool.backend, "snapshot", slow_snapshot):
+        thread = threading.Thread(target=pool.check_integrity)
+        thread.start()
+        assert inside.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        pool.alloc(1)
+        order.append("changed")
+        thread.join()
+    assert order == ["read", "changed"]
+
+
 def test_a_call_from_inside_a_call_raises_and_the_outer_one_ends_well():
     pool = make("numba", 16, 1)
 
