@@ -242,7 +242,11 @@ class PagePool:
             self._begin(kind)
             self._launch(launch, *args)
             return True
-        fits = self._fits(most) or (self._news() and self._fits(most))
+        fits = (
+            (not self.captured and most <= self._low and most <= self.num_pages)  # `_fits`, without its calls
+            or self._fits(most)
+            or (self._news() and self._fits(most))
+        )
         if not fits:
             exact = self._exact_free()
             if exact < least:
