@@ -220,6 +220,8 @@ class PoolAllocator(HandOffs):
         before = after if prefix is None else host_array(prefix, "prefix_lens")
         if prefix is None:
             after = after + np.int64(1)
+        if np.count_nonzero(real) == real.size:
+            return before, after, 0
         # Differences only of those that hold: others may not fit their type.
         holds = ~real & (before >= 0) & (after >= before) & (after <= INT32_LARGEST)
         return before[real], after[real], int((after[holds] - before[holds]).sum(dtype=np.int64))

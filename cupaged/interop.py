@@ -25,6 +25,7 @@ __all__ = [
     "is_on_gpu",
     "library_of",
     "parse_device",
+    "tensor_vector",
     "to_host",
     "to_torch",
 ]
@@ -81,6 +82,8 @@ def library_of(x: Any) -> str:
     library = _LIBRARIES.get(type(x))
     if library is None:
         library = _LIBRARIES[type(x)] = _library_of(x)
+        if library == "torch" and isinstance(x, sys.modules["torch"].Tensor):
+            _TENSORS.add(type(x))
     return library
 
 
@@ -98,9 +101,11 @@ def _library_of(x: Any) -> str:
 
 def is_on_gpu(x: Any) -> bool:
     """Whether `x` holds its elements on a GPU."""
+    if type(x) in _TENSORS:
+        return bool(x.is_cuda)
     library = library_of(x)
     if library == "torch":
-        return bool(getattr(x, "is_cuda", False))  # not of a dtype or a device, which are of torch too
+        return type(x) in _TENSORS and bool(x.is_cuda)  # dtypes and devices are of torch too
     if library == "numpy" or isinstance(x, Sequence):
         return False
     if hasattr(x, "__cuda_array_interface__"):
@@ -168,6 +173,11 @@ def host_vector(x: Any, name: str) -> np.ndarray:
     """`host_array`, as the contiguous, writeable int64 array that compiled host kernels take."""
     array = np.ascontiguousarray(host_array(x, name), np.int64)
     return array if array.flags.writeable else array.copy()
+
+
+def tensor_vector(x: Any, name: str, device: int) -> DeviceVector | None:
+    """`device_vector` of a torch tensor on a GPU; None for whatever else: the common case, in few steps."""
+    return _read_torch(x, name, device) if type(x) in _TENSORS and x.is_cuda else None
 
 
 def device_vector(x: Any, name: str, device: int) -> DeviceVector:
@@ -305,6 +315,8 @@ def device_table(x: Any, name: str, device: int) -> DeviceTable:
     ValueError
         If it has not two dimensions, its rows are not contiguous, it is read-only, or on another device.
     """
+    if type(x) in _TENSORS and _is_plain_table(x, device):
+        return x.data_ptr(), x.stride(0), x.size(0), x.size(1), x
     if not is_on_gpu(x):
         raise ValueError(f"{name} is on the host, but this allocator is on cuda:{device}")
     address, shape, strides, is_int32, dtype, found = _describe(x)
@@ -316,6 +328,14 @@ def device_table(x: Any, name: str, device: int) -> DeviceTable:
     if library_of(x) not in ("torch", "cupy") and x.__cuda_array_interface__["data"][1]:
         raise ValueError(f"{name} is read-only, but it is written in place")
     return address, strides[0] // 4, shape[0], shape[1], x
+
+
+def _is_plain_table(x: Any, device: int) -> bool:
+    """Whether a tensor has nothing to complain of: what every step asks."""
+    if x.dtype is not sys.modules["torch"].int32 or x.dim() != 2 or x.get_device() != device:
+        return False
+    columns = x.size(1)
+    return x.stride(1) == 1 and columns > 0 and x.stride(0) >= columns
 
 
 def _describe(x: Any) -> tuple[int, tuple, tuple, bool, Any, int | None]:
@@ -425,3 +445,4 @@ def to_torch(x: Any) -> Any:
 
 _READERS: dict[type, Any] = {}
 _LIBRARIES: dict[type, str] = {}
+_TENSORS: set[type] = set()  # torch.Tensor and what was seen of its subclasses

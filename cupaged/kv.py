@@ -136,8 +136,11 @@ class KVAllocator(PoolAllocator):
         self._num_pages_view = _host_view(self._num_pages, as_torch)
         self._last_slot_view = _host_view(self._last_slot, as_torch)
         self._tokens_a_row = self.max_page_num * page_size
+        self._most_tokens = min(self._tokens_a_row, INT32_LARGEST)
+        self._place = np.zeros(self.max_batch_size, np.int64)  # scratch: where a batch names each row
         self._in_group = False
-        self._changed: set[int] | None = set()  # rows that _on_host lacks; None: any
+        self._changed = np.zeros(self.max_batch_size, bool)  # rows that _on_host lacks
+        self._any_changed = False
         self._heard = 0  # of what was told, taken up in the counts
         self._waiting: set[int] = set()  # rows with frees in the queue
         self._in_graphs = False  # replays, which nobody tells of, may write to req_to_page
@@ -213,9 +216,12 @@ class KVAllocator(PoolAllocator):
                 return None
             self._num_pages[row] = pages
             self._last_slot[row] = (after - 1) % self.page_size
-            if self._changed is not None and new:
-                self._changed.add(row)
-            return self._finish_rows(result, np.array([row]), np.array([after]))
+            if new:
+                self._changed[row] = self._any_changed = True
+            self._finish(result)
+            if self.debug_mode:
+                self._check_rows_unique(self.req_to_page, np.array([row]), np.array([after]), pad_row=None)
+            return result
         finally:
             self.pool.leave()
 
@@ -244,14 +250,16 @@ class KVAllocator(PoolAllocator):
         if not rows.shape == needs.shape == before.shape:
             sizes = f"{rows.size}, {needs.size} and {before.size}"
             raise ValueError(f"{', '.join(names)} must be of one length, not {sizes}")
+        after, size = before + needs, self.page_size
         self._check_rows(rows, needs, before)
-        after = before + needs
-        offsets = np.concatenate([[0], np.cumsum(needs)]).astype(np.int64)
+        offsets = np.zeros(rows.size + 1, np.int64)
+        np.add.accumulate(needs, out=offsets[1:])
         total = int(offsets[-1])
-        pages = -(-after // self.page_size)
-        for i in np.flatnonzero((pages > self.max_page_num) | (after > INT32_LARGEST))[:1]:
+        if rows.size and np.maximum.reduce(after) > self._most_tokens:
+            i = int((after > self._most_tokens).argmax())
             self._row_is_full(int(rows[i]), int(before[i]), int(needs[i]))
             return None
+        pages = -(-after // size)
         if self._told and not self._queued_rows().isdisjoint(rows.tolist()):
             self._flush()
         backend, library = self.backend, self.backend.library
@@ -261,19 +269,25 @@ class KVAllocator(PoolAllocator):
             as_torch = library == "torch"
             if total == 0:
                 return backend.output(library, 0)[0], _host_view(offsets, as_torch)
-            new = int((pages + -before // self.page_size).sum())
+            new = int(np.add.reduce(pages + -before // size))
             if new > self.pool.num_pages:
                 return self._finish(self.pool.refuse(new))
             result, slots = backend.output(library, total)
-            row_vector, befores, afters = backend.columns(np.stack([rows, before, after], axis=1))
+            columns = np.empty((rows.size, 3), np.int64)
+            columns[:, 0], columns[:, 1], columns[:, 2] = rows, before, after
+            row_vector, befores, afters = backend.columns(columns)
             if not self._take(Kind.KV_BATCH, new, row_vector, befores, afters, total, slots):
                 return None
-            given_some = needs > 0
-            self._num_pages[rows[given_some]] = pages[given_some]
-            self._last_slot[rows[given_some]] = (after[given_some] - 1) % self.page_size
-            if self._changed is not None:
-                self._changed.update(rows.tolist())
-            return self._finish_rows(result, rows, after), _host_view(offsets, as_torch)
+            if np.minimum.reduce(needs) == 0:  # rows that were given nothing keep what they had
+                given_some = needs > 0
+                rows, pages, after = rows[given_some], pages[given_some], after[given_some]
+            self._num_pages[rows] = pages
+            self._last_slot[rows] = (after - 1) % size
+            self._changed[rows] = self._any_changed = True
+            self._finish(result)
+            if self.debug_mode:
+                self._check_rows_unique(self.req_to_page, columns[:, 0], columns[:, 2], pad_row=None)
+            return result, _host_view(offsets, as_torch)
         finally:
             self.pool.leave()
 
@@ -282,12 +296,6 @@ class KVAllocator(PoolAllocator):
         # No row is -1 here, so nothing is padding.
         return self.pool.allocate(kind, new, new, new, step, table, True, -1, rows, before, after, tokens, slots)
 
-    def _finish_rows(self, result: Any, rows: np.ndarray, lengths: np.ndarray) -> Any:
-        self._finish(result)
-        if self.debug_mode:
-            self._check_rows_unique(self.req_to_page, rows, lengths, pad_row=None)
-        return result
-
     def _row(self, req_pool_index: int) -> int:
         row = whole("req_pool_index", req_pool_index, 0)
         if row >= self.max_batch_size:
@@ -295,6 +303,18 @@ class KVAllocator(PoolAllocator):
         return row
 
     def _check_rows(self, rows: np.ndarray, needs: np.ndarray, before: np.ndarray) -> None:
+        if not rows.size:
+            return
+        most, last_row = INT32_LARGEST, self.max_batch_size - 1
+        # a negative one among them shows in the sign of all
+        if np.minimum.reduce(rows | needs | before | (most - needs) | (most - before) | (last_row - rows)) < 0:
+            self._name_wrong_row(rows, needs, before)
+        numbers = np.arange(rows.size)
+        self._place[rows] = numbers
+        if np.count_nonzero(self._place[rows] != numbers):
+            raise ValueError("req_pool_indices names a row twice")
+
+    def _name_wrong_row(self, rows: np.ndarray, needs: np.ndarray, before: np.ndarray) -> None:
         for name, given in (("need_sizes", needs), ("alloced_lens", before), ("req_pool_indices", rows)):
             for i in np.flatnonzero(given < 0)[:1]:
                 raise ValueError(f"{name}[{i}] is {given[i]}, but must not be negative")
@@ -302,8 +322,6 @@ class KVAllocator(PoolAllocator):
                 raise ValueError(f"{name}[{i}] is {given[i]}, but must be at most 2**31 - 1")
         for i in np.flatnonzero(rows >= self.max_batch_size)[:1]:
             raise ValueError(f"req_pool_indices[{i}] is {rows[i]}, but max_batch_size is {self.max_batch_size}")
-        if np.unique(rows).size != rows.size:
-            raise ValueError("req_pool_indices names a row twice")
 
     def _row_is_full(self, row: int, before: int, need: int) -> bool:
         pages = pages_for(before + need, self.page_size)
@@ -603,9 +621,13 @@ class KVAllocator(PoolAllocator):
             self._last_slot[:] = self.page_size - 1
             for array in (self.req_to_page, self.token_slot_refs, self._on_host):
                 self.backend.fill_zero(array)
-            self._changed = None if self._in_graphs else set()
+            self._up_to_date()
         finally:
             self.pool.leave()
+
+    def _up_to_date(self) -> None:
+        """Hear that `_on_host` lacks nothing, as far as anybody can know."""
+        self._changed[:] = self._any_changed = self._in_graphs
 
     @property
     def req_to_page_cpu(self) -> Any:
@@ -614,16 +636,15 @@ class KVAllocator(PoolAllocator):
         Reading the attribute brings the rows that changed since the last time up to date, and waits for them.
         Engines may write to it; the device's table is the truth.
         """
-        changed = self._changed
-        if changed is None or changed:
+        if self._any_changed:
             self.pool.enter("")
             try:
-                rows = slice(None) if changed is None else sorted(changed)
+                rows = slice(None) if self._changed.all() else np.flatnonzero(self._changed).tolist()
                 host = self._on_host if isinstance(self._on_host, np.ndarray) else self._on_host.numpy()
                 host[rows] = self.backend.rows_to_host(self.req_to_page, rows)
             finally:
                 self.pool.leave()
-            self._changed = None if self._in_graphs else set()
+            self._up_to_date()
         return self._on_host
 
     def _before_step(self, table: Any, rows: Any) -> None:
@@ -647,7 +668,7 @@ class KVAllocator(PoolAllocator):
             return
         self._in_graphs = self._in_graphs or self.pool.capturing
         if lengths is None or not self._is_mine(table):
-            self._changed = None
+            self._changed[:] = self._any_changed = True
             return
         listed = host_array(rows, "req_pool_indices")
         real = listed[listed != self.pad_row]
@@ -655,8 +676,7 @@ class KVAllocator(PoolAllocator):
         real, lengths = real[inside], lengths[inside]
         self._num_pages[real] = -(-lengths // self.page_size)
         self._last_slot[real] = (lengths - 1) % self.page_size
-        if self._changed is not None:
-            self._changed.update(real.tolist())
+        self._changed[real] = self._any_changed = True
 
 
 def _on_host(x: Any, name: str) -> np.ndarray:

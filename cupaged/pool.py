@@ -30,7 +30,7 @@ from cupaged.errors import (
     IntegrityError,
     device_error,
 )
-from cupaged.layout import NUM_WORDS, Kind, Status, Word, unpack_mail
+from cupaged.layout import NUM_WORDS, SAVED_WORDS, Kind, Status, Word, unpack_mail
 
 __all__ = ["PagePool", "PoolState", "Stats"]
 
@@ -126,6 +126,8 @@ class PagePool:
         self._last_op = 0  # the host's number in it
         self._last_words = [0] * NUM_WORDS
         self._lock = threading.Lock()
+        self._holder = 0  # the thread that holds it
+        self._being_read = False
         self._owner = threading.get_ident()
         self._op = self._mail_op = self._ack = 0
         self._last_retain = 0
@@ -138,7 +140,13 @@ class PagePool:
         self.watcher: Watcher | None = None
         self.in_graphs: list[Any] = []  # memory that captured launches write to, though its owner has gone
         self._low = self._high = self._front = 0  # `_known` and all that is pending, summed up
-        self.clear(self.num_pages)
+        if backend.enter(""):
+            backend.leave()
+            raise CaptureError("an allocator cannot be made while a graph is captured")
+        try:
+            self.clear(self.num_pages)
+        finally:
+            backend.leave()
 
     # ---- mutating calls ----------------------------------------------------------------------------------------
 
@@ -147,17 +155,23 @@ class PagePool:
 
         A call that only reads (`changing` is False) needs the order too, but its replays change nothing.
         """
-        if not self._lock.acquire(blocking=False):
+        me = threading.get_ident()
+        # a reader in another thread, unlike a change, is waited for
+        if not self._lock.acquire(blocking=self._being_read and self._holder != me):
             raise ConcurrentCallError("another call is changing this allocator; serialise the calls of your threads")
         try:
-            self._owner = threading.get_ident()
+            self._owner = self._holder = me
             self.capturing = self.backend.enter(library)
             if self.capturing:
                 if changing:
                     self.captured = True
                     self._refreshed_op = -1  # whatever was known, replays may change
-            elif self._mail[Word.ERROR_CODE] & _LOW or len(self._pending) >= FEW_PENDING:
-                self._read_mail()  # else it is read when somebody needs what it says
+            elif (
+                self._mail[Word.ERROR_CODE] & _LOW
+                or len(self._pending) >= FEW_PENDING
+                or self._last_retain > self._mail_op
+            ):
+                self._read_mail()  # else it is read when an allocation needs what it says
             if raising and self._deferred is not None:
                 self.raise_recorded()
         except BaseException:
@@ -176,6 +190,7 @@ class PagePool:
                 self.watcher.call_ends()
         finally:
             self.backend.leave()
+            self._holder = 0
             self._lock.release()
 
     def _begin(self, kind: Kind, quiet: bool = False) -> int:
@@ -227,7 +242,11 @@ class PagePool:
             self._begin(kind)
             self._launch(launch, *args)
             return True
-        fits = self._fits(most) or (self._news() and self._fits(most))
+        fits = (
+            (not self.captured and most <= self._low and most <= self.num_pages)  # `_fits`, without its calls
+            or self._fits(most)
+            or (self._news() and self._fits(most))
+        )
         if not fits:
             exact = self._exact_free()
             if exact < least:
@@ -276,6 +295,33 @@ class PagePool:
         self.num_pages = num_pages
         self._reset_bounds(op, state.at_least, state.at_most, state.may_share)
 
+    def state_with(self, free: np.ndarray, staged: np.ndarray) -> PoolState:
+        """Make up a state for `restore`: these pages are free, in this order, and all others have one owner.
+
+        Parameters
+        ----------
+        free, staged : numpy.ndarray
+            Page ids, integers, shape ``(n,)``: at the front, and waiting for a merge (`need_sort`).
+
+        Raises
+        ------
+        ValueError
+            If a page is not one of the pool's, or is named twice.
+        """
+        pages = np.concatenate([free, staged]).astype(np.int64)
+        if pages.size and not (
+            pages.min() >= 1 and pages.max() <= self.num_pages and np.unique(pages).size == pages.size
+        ):
+            raise ValueError(f"free pages must be some of 1 .. {self.num_pages}, each named once")
+        ring, refs = np.zeros(self.capacity, np.int32), np.zeros(self.capacity + 1, np.int32)
+        ring[: pages.size] = pages
+        refs[: self.num_pages + 1] = 1
+        refs[pages] = 0
+        words = {Word.HEAD: 0, Word.FREE: len(free), Word.STAGED: len(staged), Word.SHARED: 0}
+        words[Word.NUM_PAGES] = self.num_pages
+        saved = np.concatenate([ring, refs, np.array([words[word] for word in SAVED_WORDS], np.int32)])
+        return PoolState(saved, self.capacity, pages.size, pages.size, False)
+
     def refresh(self) -> None:
         """Wait for the device and make the bounds exact."""
         self.refuse_capture("refresh()")
@@ -315,9 +361,6 @@ class PagePool:
 
     def may_share(self) -> bool:
         """Whether a page may have more than one owner, as far as the host knows."""
-        return self._may_share() and not (self._news() and not self._may_share())
-
-    def _may_share(self) -> bool:
         return self.captured or self._known[3] > 0 or self._last_retain > self._mail_op
 
     def _fits(self, pages: int) -> bool:
@@ -443,7 +486,8 @@ class PagePool:
 
     # ---- read-only ---------------------------------------------------------------------------------------------
 
-    def _elsewhere(self) -> bool:
+    def elsewhere(self) -> bool:
+        """Whether the caller's thread is another than the last that changed the pool: it must not wait here."""
         return threading.get_ident() != self._owner
 
     def refuse_capture(self, what: str) -> None:
@@ -453,17 +497,28 @@ class PagePool:
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Around a call that may wait but was not entered."""
-        self.capturing = self.backend.enter("")
+        """Around a call that may wait but was not entered, or, in debug mode, is part of one that was."""
+        me = threading.get_ident()
+        nested = self._holder == me
+        if not nested:
+            if not self._lock.acquire(blocking=self._being_read):
+                raise ConcurrentCallError(f"another thread is changing this allocator; {what} needs it at rest")
+            self._holder, self._being_read = me, True
         try:
-            self.refuse_capture(what)
-            yield
+            self.capturing = self.backend.enter("")
+            try:
+                self.refuse_capture(what)
+                yield
+            finally:
+                self.backend.leave()
         finally:
-            self.backend.leave()
+            if not nested:
+                self._holder, self._being_read = 0, False
+                self._lock.release()
 
     def free_pages_count(self) -> int:
         """Free pages. Exact in the thread that changes the pool; elsewhere the last known figure, without a wait."""
-        if self._elsewhere():
+        if self.elsewhere():
             return self._last_known()
         self._news()
         if self.at_least == self.at_most and self._bounds_hold():
@@ -486,21 +541,21 @@ class PagePool:
 
     def free_at_least(self) -> int:
         """Lower bound of the free pages; never waits."""
-        if self._elsewhere():
+        if self.elsewhere():
             return min(self.at_least, self._last_known()) if self._bounds_hold() else 0
         self._news()
         return self.at_least if self._bounds_hold() else 0
 
     def check(self) -> None:
         """Raise the recorded error, if there is one; waits for the ops queued so far."""
-        if not self._elsewhere():
+        if not self.elsewhere():
             with self._reading("check()"):
                 self._settle(self.captured)
         self._raise_deferred()
 
     def settled_words(self) -> list[int]:
         """The words after all queued ops; from another thread the last known ones."""
-        if not self._elsewhere():
+        if not self.elsewhere():
             with self._reading("this call"):
                 self._settle(self.captured or self.backend.need_sort)  # a merge sends no mail
         return self._words()

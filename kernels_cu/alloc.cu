@@ -543,7 +543,8 @@ __device__ __forceinline__ void extend(const Args& a) {
     const int fetched = !WRITE ? 0 : blockDim.x < a.capacity ? blockDim.x : a.capacity;
     if (i < fetched) pages[i] = a.free_ring[ring_position(a, b.head + i)];
 
-    Request r = make_request(a, prefix, seq, entry);
+    Request r = {prefix, seq, entry, 0, false};
+    if (TABLE) r = make_request(a, prefix, seq, entry);
     const bool fine = is_fine<TABLE>(a, b.num_pages, r) || !mine;
     i64 all;
     const i64 before = block_exclusive(mine ? pages_and_tokens(a, r) : 0, carry, all);
@@ -605,15 +606,15 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_wide(const __g
     const i64 to = from + share < a.n ? from + share : a.n;
     const Before b = load_before(a);
     begin_breaches(breaches);
-#pragma unroll 4
+#pragma unroll 2
     for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
-        const i64 sums = pages_and_tokens(a, load_lengths(a, i));
+        const i64 sums = pages_and_tokens(a, {a.prefix.given(i), a.seq.given(i), -1, 0, false});
         begins[i] = static_cast<int>(sums & 0xffffffffLL);
         pages_before[i] = static_cast<int>(sums >> 32);
     }
     bool fine = true;
     for (i64 i = from + threadIdx.x; i < to; i += blockDim.x) {
-        Request r = make_request(a, a.prefix.at(i), a.seq.at(i), a.last.at(i));
+        Request r = {a.prefix.given(i), a.seq.given(i), a.last.given(i), 0, false};
         fine = is_fine<false>(a, b.num_pages, r) && fine;
     }
     __syncthreads();
@@ -657,7 +658,7 @@ __device__ __forceinline__ Share plan_share(const Args& a, i64 num_pages, i64 ba
     Request r = {0, 0, -1, 0, true};
     if (i < a.n) r = load_request(a, i);
     i64 earlier_pages = 0, earlier_tokens = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (i64 j = threadIdx.x; j < base; j += PLAN_THREADS) {
         const Request q = load_lengths(a, j);
         earlier_pages += new_pages(a, q);
@@ -800,15 +801,34 @@ extern "C" __global__ void __launch_bounds__(32) plan_pages(const __grid_constan
     commit(a, b, outcome_of(a, b.free, a.n, a.num_tokens, NO_BREACH, false), a.n, a.num_tokens);
 }
 
+// Slot t of whole pages that begin at ring position `first`; more than 2**31 of them are fine.
+__device__ __forceinline__ void write_page_slot(const Args& a, i64 first, i64 t) {
+    const i64 nth = div_page(a, t), offset = t - nth * a.page_size;
+    const int page = a.free_ring[ring_position(a, first + nth)];
+    if (offset == 0) a.ref_count[page] = 1;
+    put_slot(a, t, static_cast<i64>(page) * a.page_size + offset);
+}
+
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_pages(const __grid_constant__ Args a) {
     const i64 t = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (t >= a.num_tokens) return;
-    if (!a.words[OK]) {
+    if (a.words[OK])
+        write_page_slot(a, a.words[FIRST], t);
+    else
         put_slot(a, t, a.refused_slot);
-        return;
+}
+
+// Few pages: one block, one launch.
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS) alloc_pages_small(const __grid_constant__ Args a) {
+    const Before b = load_before(a);
+    const Outcome o = outcome_of(a, b.free, a.n, a.num_tokens, NO_BREACH, false);
+    __syncthreads();  // all have read the words
+    commit(a, b, o, a.n, a.num_tokens);
+#pragma unroll 4
+    for (i64 t = threadIdx.x; t < a.num_tokens; t += blockDim.x) {
+        if (o.status == STATUS_OK)
+            write_page_slot(a, b.head, t);
+        else
+            put_slot(a, t, a.refused_slot);
     }
-    const i64 nth = div_page(a, t), offset = t - nth * a.page_size;  // more than 2**31 of them are fine
-    const int page = a.free_ring[ring_position(a, a.words[FIRST] + nth)];
-    if (offset == 0) a.ref_count[page] = 1;
-    put_slot(a, t, static_cast<i64>(page) * a.page_size + offset);
 }

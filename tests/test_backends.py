@@ -96,9 +96,10 @@ def large(contestant, requests: int = 1500, small: bool = False) -> None:
         few = {"prefix": zeros[:50], "seq": rng.integers(200, 400, 50), "last": none[:50]}
         long = few | {"seq": few["seq"] + 1, "prefix": few["prefix"] + 1, "last": few["last"] + 1}  # in no page
         script[1:1] = [
+            (Kind.ALLOC, {"pages": 6000}),  # in two launches
             *((Kind.EXTEND, x | {"num_tokens": int((x["seq"] - x["prefix"]).sum())}) for x in (few, long)),
             (Kind.EXTEND, {"prefix": zeros, "seq": seq, "last": none, "num_tokens": int(seq.sum())}),
-            (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 1400 + 2))]}),
+            (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 5800 + 2))]}),
         ]
         rows = np.where(rng.random(requests) < 0.1, -1, rng.permutation(requests))
         longer = seq + rng.integers(0, 60, requests)

@@ -489,6 +489,48 @@ def test_calls_that_overlap_raise_and_change_nothing(name):
     call()
 
 
+def test_the_free_list_is_not_read_while_a_call_changes_it():
+    pool = make("numba", 16, 1)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow_launch(*args):
+        inside.set()
+        go_on.wait(10)
+
+    with mock.patch.object(pool.backend, "clear", slow_launch):
+        thread = threading.Thread(target=pool.clear)
+        thread.start()
+        assert inside.wait(10)
+        for read in (pool.check_integrity, pool.pool.free_order, pool.pool.snapshot):
+            with pytest.raises(cupaged.ConcurrentCallError, match="at rest"):
+                read()
+        go_on.set()
+        thread.join()
+    pool.check_integrity()
+
+
+def test_a_call_waits_for_a_reader_in_another_thread():
+    pool = make("numba", 16, 1)
+    inside, go_on, order = threading.Event(), threading.Event(), []
+    snapshot = pool.backend.snapshot
+
+    def slow_snapshot():
+        inside.set()
+        go_on.wait(10)
+        order.append("read")
+        return snapshot()
+
+    with mock.patch.object(pool.backend, "snapshot", slow_snapshot):
+        thread = threading.Thread(target=pool.check_integrity)
+        thread.start()
+        assert inside.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        pool.alloc(1)
+        order.append("changed")
+        thread.join()
+    assert order == ["read", "changed"]
+
+
 def test_a_call_from_inside_a_call_raises_and_the_outer_one_ends_well():
     pool = make("numba", 16, 1)
 
@@ -936,3 +978,28 @@ def test_at_most_24_bytes_a_page():
         else:
             total = sum(a.nbytes for a in backend._keep) + sum(a.nbytes for a, _ in backend._scratch)
         assert total <= 24 * pages + 8192 * 8
+
+
+# ---- states that are made up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", HOSTED)
+def test_a_state_made_up_on_the_host_is_restored(backend):
+    pool = make(backend, 24, 4, need_sort=True)
+    pool.alloc(24)
+    state = pool.pool.state_with(np.array([5, 2]), np.array([4, 1]))
+    pool.restore_state((pool.size, pool.num_pages, state))
+    assert pool.available_size() == 16
+    assert [pages.tolist() for pages in pool.pool.free_order()] == [[5, 2], [4, 1]]
+    pool.check_integrity()
+    assert pool.alloc(4).tolist() == [20, 21, 22, 23]
+    assert pool.alloc(8).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]  # 1 and 2 of 1, 2 and 4, which were merged
+    pool.free_page_ids([3, 6])
+    pool.check()
+
+
+@pytest.mark.parametrize("pages", [[2, 2], [0], [7], [-1], [2**40]])
+def test_states_that_no_pool_can_have_are_refused(pages):
+    pool = make("numba", 24, 4).pool
+    with pytest.raises(ValueError, match=r"some of 1 \.\. 6, each named once"):
+        pool.state_with(np.array(pages), np.zeros(0, np.int64))

@@ -32,6 +32,7 @@ KERNELS = (
     "plan_requests",
     "write_slots",
     "write_step",
+    "alloc_pages_small",
     "plan_pages",
     "write_pages",
     "mark_slots",
@@ -60,7 +61,8 @@ SCAN_REQUESTS = 4096  # requests that a block of a single-launch extend can plan
 SMALL_WRITE = 4096  # tokens that one block plans and writes in a single launch
 WIDE_SUM = 1 << 30  # requests times tokens, at most, of a single-launch extend by several blocks: they sum 32 bits
 WIDE_PAGES = 2048  # and its pages, whose owners one block counts
-SMALL_FREE = 4096  # slots that one block marks and settles in a single launch
+SMALL_PAGES = 16384  # slots of whole pages that one block takes and writes
+SMALL_FREE = 16384  # slots that one block marks and settles in a single launch
 
 _VEC = np.dtype([("data", "u8"), ("stride", "i8"), ("wide", "i4"), ("unused", "i4")])
 _POOL_FIELDS = [
@@ -107,6 +109,8 @@ _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
 _TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
 _HANDOFF_OFFSET = ARGS.fields["page_parts"][1]  # type: ignore[index]
 _PACK_TABLE = struct.Struct("<QqqqqQqiIQiI").pack_into
+_SLOT_REFS_OFFSET = ARGS.fields["slot_refs"][1]  # type: ignore[index]
+_PACK_ADDRESS = struct.Struct("<Q").pack_into
 _PACK_HANDOFF = struct.Struct("<iqQQ").pack_into
 _PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
@@ -269,16 +273,19 @@ class CudaBackend(GpuBackend):
         )
 
     def _no_table(self) -> None:
-        _PACK_TABLE(self._buffer, _TABLE_OFFSET, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        _PACK_ADDRESS(self._buffer, _TABLE_OFFSET, 0)
+        _PACK_ADDRESS(self._buffer, _SLOT_REFS_OFFSET, 0)
 
     # ---- operations --------------------------------------------------------------------------------------------
 
     def alloc_pages(self, pages: int, out: int) -> None:
         slots = pages * self.page_size
         self._pack(out=out, num_tokens=slots, n=pages)
+        if slots <= SMALL_PAGES:
+            self._launch("alloc_pages_small", 1, _threads(-(-slots // 4)))
+            return
         self._launch("plan_pages", 1, 32)
-        if slots:
-            self._launch("write_pages", -(-slots // TILE), TILE)
+        self._launch("write_pages", -(-slots // TILE), TILE)
 
     def alloc_extend(self, prefix, seq, last, num_tokens: int, out: int) -> None:
         n = seq[3]

@@ -17,6 +17,7 @@ from cupaged.interop import (
     host_array,
     is_on_gpu,
     library_of,
+    tensor_vector,
     to_host,
 )
 from cupaged.layout import Kind
@@ -177,6 +178,9 @@ class GpuBackend:
 
     def vector(self, x: Any, name: str) -> DeviceVector:
         """The argument as the kernels take it; a host array is copied to the device."""
+        found = tensor_vector(x, name, self.index)
+        if found is not None:
+            return found
         if is_on_gpu(x):
             return device_vector(x, name, self.index)
         array = host_array(x, name)

@@ -50,8 +50,7 @@ class LockstepGuard:
     taken off a page that others still own shows when the last one goes. Which calls were made is folded on the host,
     and so is a None. Every `every` ops, at a mark, the ranks begin to compare, and the calling step goes on: the
     answer is read at the next mark. By then it is there, unless a rank is as far behind; nothing else is waited for.
-    Where the pool is on a GPU and the group is gloo's, the digest first comes to the host, and the answer takes two
-    marks.
+    Where the pool is on a GPU, the digest first comes to the host, and the answer takes two marks.
 
     ::
 
@@ -68,9 +67,9 @@ class LockstepGuard:
     allocator : PagedTokenToKVPoolAllocator or KVAllocator
         This rank's. Its peers' may run on other backends.
     group : torch.distributed.ProcessGroup, optional
-        Ranks that must be in step, over gloo, for pools on CPUs and GPUs, or NCCL, for pools on GPUs; the default
-        group if not given. Where a group has both, gloo is taken, which puts no work on the GPU. The guard makes a
-        group of its own with the same ranks, so that its traffic cannot be taken for anybody else's.
+        Ranks that must be in step, over NCCL, gloo or whatever else; the default group if not given. The guard makes
+        a group of its own with the same ranks, over gloo, so that its traffic cannot be taken for anybody else's and
+        puts no work on the GPU.
     every : int
         Ops between two marks; the same on all ranks.
     timeout : float
@@ -79,10 +78,9 @@ class LockstepGuard:
     Raises
     ------
     TypeError, ValueError
-        For no allocator of this package, a group of one, one that this rank is not in, or one whose backend cannot
-        reach the pool.
+        For no allocator of this package, a group of one, or one that this rank is not in.
     ImportError
-        Without torch, or with one that has no ``torch.distributed``.
+        Without torch, or with one that has no ``torch.distributed`` or no gloo.
     RuntimeError
         If ``torch.distributed`` is not initialised, or the allocator has a guard already.
     LockstepError
@@ -124,15 +122,14 @@ class LockstepGuard:
             raise RuntimeError("this allocator has a guard already; close() that one first")
         self._allocator, self._pool, self._backend = allocator, allocator.pool, allocator.backend
         self._on_gpu = allocator.device != "cpu"
-        self._ranks, over = _members(group, self._on_gpu)
+        self._ranks = _members(group)
         self._ops = self._agreed = self._calls = 0
         self._next = self._every
         self._kind: int | None = None
         self._args: tuple = ()
         self._captured = False
         self._make_cells()
-        make = _NcclExchange if over == "nccl" else _GlooExchange
-        self._exchange = make(self._ranks, float(timeout), allocator.device)
+        self._exchange = _Exchange(self._ranks, float(timeout), allocator.device)
         self._fold_start()
         self._compare_now()
         self._pool.watcher = self
@@ -323,14 +320,16 @@ class LockstepGuard:
         return LockstepError(f"ranks {what} {where}: {against}", min(self._agreed + 1, last), last, tuple(odd))
 
 
-def _members(group: Any, on_gpu: bool) -> tuple[list[int], str]:
-    """Global ranks of a group, and the backend to compare over."""
+def _members(group: Any) -> list[int]:
+    """Global ranks of a group."""
     try:
         import torch.distributed as dist
     except ImportError:
         raise ImportError('LockstepGuard needs torch: pip install "cupaged[torch]"') from None
     if not dist.is_available():
         raise ImportError("LockstepGuard needs a torch that was built with torch.distributed")
+    if not dist.is_gloo_available():
+        raise ImportError("LockstepGuard needs a torch that was built with gloo, over which it compares")
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised; call init_process_group() before LockstepGuard")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -338,26 +337,23 @@ def _members(group: Any, on_gpu: bool) -> tuple[list[int], str]:
     ranks = sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     if len(ranks) < 2:
         raise ValueError("group has one rank, which has nobody to be in step with; make no guard for it")
-    config = str(dist.get_backend_config(group))
-    names = {part.rpartition(":")[2] for part in config.split(",")}
-    if "gloo" in names:
-        return ranks, "gloo"
-    if "nccl" in names and on_gpu:
-        return ranks, "nccl"
-    needed = "gloo or NCCL" if on_gpu else "gloo, since the pool is on the CPU"
-    raise ValueError(f"group runs over {config}, but the guard needs {needed}")
+    return ranks
 
 
-def _own_group(ranks: Sequence[int], backend: str, seconds: float) -> Any:
-    """A group that nobody else uses, whose making is no business of other ranks."""
+def _own_group(ranks: Sequence[int], seconds: float) -> Any:
+    """A group that nobody else uses, whose making is no business of other ranks.
+
+    Always over gloo: NCCL's watchdog ends the process of a rank whose peer has died, before it can say so, and its
+    collectives would be work for the GPU.
+    """
     import torch.distributed as dist
 
     return dist.new_group(
-        list(ranks), backend=backend, timeout=timedelta(seconds=seconds), use_local_synchronization=True
+        list(ranks), backend="gloo", timeout=timedelta(seconds=seconds), use_local_synchronization=True
     )
 
 
-class _GlooExchange:
+class _Exchange:
     """Comparisons over gloo: the digest comes to the host, and a mark later rows are gathered by gloo's threads."""
 
     def __init__(self, ranks: Sequence[int], timeout: float, device: str) -> None:
@@ -365,7 +361,7 @@ class _GlooExchange:
 
         self._timeout, self._on_gpu = timeout, device != "cpu"
         try:
-            self._group = _own_group(ranks, "gloo", timeout)
+            self._group = _own_group(ranks, timeout)
         except Exception as error:
             raise _not_made(ranks, error) from error
         # Two of each: while one row is gathered, the next one's digest is on its way.
@@ -415,61 +411,6 @@ class _GlooExchange:
             return None
         work.wait(timedelta(seconds=self._timeout))
         return self._all.tolist()
-
-
-class _NcclExchange:
-    """Comparisons over NCCL, on a stream of its own, beside the steps."""
-
-    def __init__(self, ranks: Sequence[int], timeout: float, device: str) -> None:
-        import torch
-
-        self._timeout = timeout
-        try:
-            # NCCL's own watchdog ends the process when a collective is late: let the clear error come first.
-            self._group = _own_group(ranks, "nccl", timeout + 60)
-        except Exception as error:
-            raise _not_made(ranks, error) from error
-        self._device = torch.device(device)
-        self._numbers = torch.zeros(_WIDTH, dtype=torch.int64, pin_memory=True)
-        self._mine = torch.zeros(_WIDTH, dtype=torch.int64, device=device)
-        self._all = torch.zeros(len(ranks) * _WIDTH, dtype=torch.int64, device=device)
-        self._on_host = torch.zeros(len(ranks), _WIDTH, dtype=torch.int64, pin_memory=True)
-        self._side, self._event = torch.cuda.Stream(device), torch.cuda.Event()
-        torch.cuda.synchronize(device)
-        self.busy = False
-
-    def begin(self, numbers: list[int], digest: Any, stream: int) -> None:
-        """Begin a comparison, behind what is queued on a stream."""
-        import torch
-        import torch.distributed as dist
-
-        self._numbers[:_DIGEST] = torch.tensor(numbers)
-        queue = _stream(stream, self._device)
-        with torch.cuda.stream(queue):
-            self._mine.copy_(self._numbers, non_blocking=True)
-            self._mine[_DIGEST:].copy_(digest, non_blocking=True)
-        self._side.wait_stream(queue)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            self._all.zero_()  # what a gather that was aborted leaves is no answer
-            work = dist.all_gather_into_tensor(self._all, self._mine, group=self._group, async_op=True)
-            work.wait()  # the side stream does, not the host
-            self._on_host.view(-1).copy_(self._all, non_blocking=True)
-            self._event.record(self._side)
-        self.busy = True
-
-    def go_on(self) -> None:
-        """Nothing is left to do."""
-
-    def answer(self) -> list[list[int]] | None:
-        """Rows of all ranks, if they were asked for."""
-        if not self.busy:
-            return None
-        self.busy = False
-        _await(self._event, self._timeout)
-        rows = self._on_host.tolist()
-        if not all(row[0] for row in rows):
-            raise RuntimeError("NCCL gave up")
-        return rows
 
 
 def _stream(pointer: int, device: Any) -> Any:
