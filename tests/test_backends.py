@@ -134,6 +134,7 @@ def divided(xs, size, quotients, remainders):
         remainders[i] = numba_cpu.remainder(xs[i], size, -1, 1.0 / size)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**31 - 1), st.integers(0, 2**32))
 def test_a_reciprocal_divides_exactly(size, seed):
     multiples = np.random.default_rng(seed).integers(0, numba_cpu.EXACT // size, 50) * size

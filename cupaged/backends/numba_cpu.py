@@ -303,12 +303,14 @@ def write_decode(pages, words, seqs, lasts, out):
         if end == begin + GROUP:
             for j in range(GROUP):
                 at = np.uint64(begin + j)
-                out[at] = lasts[at] + 1
-                begun += np.int64(remainder(seqs[at] - 1, size, shift, inverse) == 0)
+                begins = remainder(seqs[at] - 1, size, shift, inverse) == 0
+                out[at] = np.int64(0) if begins else lasts[at] + 1
+                begun += np.int64(begins)
         else:
             begun += 1
             for i in range(begin, end):
-                out[i] = lasts[i] + 1
+                begins = remainder(seqs[i] - 1, size, shift, inverse) == 0
+                out[i] = np.int64(0) if begins else lasts[i] + 1
         if begun == 0:
             continue
         for i in range(begin, end):
