@@ -71,8 +71,8 @@ def check_lengths(prefix_lens: np.ndarray, seq_lens: np.ndarray, num_tokens: int
         What their differences must sum to; None for a decode, whose `seq_lens` must be at least 1.
     """
     added = seq_lens - prefix_lens
-    # a negative one among them shows in the sign of all; wrong lengths may wrap, but not all three to the good
-    signs = (INT32_LARGEST - seq_lens) | prefix_lens | added
+    # a negative one among them shows in the sign of all, and where the first three are not, the last has not wrapped
+    signs = (INT32_LARGEST - seq_lens) | seq_lens | prefix_lens | added
     if signs.size and np.minimum.reduce(signs) < 0:
         _name_wrong_length(prefix_lens, seq_lens, num_tokens is None)
     if num_tokens is not None:

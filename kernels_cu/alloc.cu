@@ -409,7 +409,7 @@ __device__ __forceinline__ void decode(const Args& a) {
     int front = 0;
     if (thread < fetched) front = a.free_ring[ring_position(a, b.head + thread)];
 
-    Request r = {seq - 1, seq, entry, entry, false};
+    Request r = {seq - (seq > -INT32_LARGEST), seq, entry, entry, false};
     if (TABLE) {
         r.padding = entry == a.pad_row;
         r.prefix = r.padding ? 0 : seq;
@@ -417,15 +417,16 @@ __device__ __forceinline__ void decode(const Args& a) {
         r.last = -1;
     }
     const bool fine = is_fine<TABLE>(a, b.num_pages, r) || !mine;
-    const bool takes = mine && fine && !r.padding && offset_of(a, r.prefix) == 0;
+    // whatever else is wrong with it: a quiet launch tells of a short pool first
+    const bool takes = mine && !r.padding && lengths_hold(r.prefix, r.seq) && offset_of(a, r.prefix) == 0;
     const u32 taking = __ballot_sync(FULL_WARP, takes);
 
     if (WIDE) {
         int earlier = 0, elsewhere = 0;
 #pragma unroll 4
         for (i64 j = thread; j < a.n; j += PLAN_THREADS) {
-            const i64 other = a.seq.given(j) - 1;
-            const int taken = other >= 0 && other < INT32_LARGEST && offset_of(a, other) == 0;
+            const i64 other = a.seq.given(j);
+            const int taken = other > 0 && other <= INT32_LARGEST && offset_of(a, other - 1) == 0;
             if (j < base)
                 earlier += taken;
             else if (j >= base + PLAN_THREADS)
@@ -455,6 +456,7 @@ __device__ __forceinline__ void decode(const Args& a) {
         __syncthreads();
     }
     const Outcome o = outcome_of(a, b.free, total, a.n, breaches.first, breaches.refused);
+    if (odd) __syncthreads();  // all have read the offending value, before `out`, which may be last_loc, is written
     if (!WIDE) commit(a, b, o, total, a.n);
     if (mine) {
         i64 slot = r.last + 1;
@@ -550,37 +552,36 @@ __device__ __forceinline__ void extend(const Args& a) {
     const i64 before = block_exclusive(mine ? pages_and_tokens(a, r) : 0, carry, all);
     begins[i] = static_cast<int>(before & 0xffffffffLL);
     pages_before[i] = static_cast<int>(before >> 32);
-    if (__syncthreads_or(!fine)) {
+    const bool odd = __syncthreads_or(!fine);
+    if (odd) {
         if (!fine) find_breach(a, b.num_pages, i, breaches);
         __syncthreads();
     }
     i64 total = all >> 32, tokens = all & 0xffffffffLL;
     if (tokens > a.num_tokens) sum_lengths(a, total, tokens);
     const Outcome o = outcome_of(a, b.free, total, tokens, breaches.first, breaches.refused);
+    if (odd) __syncthreads();  // all have read the offending value, before the table is written
     commit(a, b, o, total, tokens);
-    if (!WRITE) {
+    const i64 granted = o.status == STATUS_OK ? tokens : 0;
+    const Front front = {b.head, pages, fetched, true};
+    if constexpr (!WRITE) {
         if (mine) {
             a.plan_tokens[i] = begins[i];
             a.plan_pages[i] = pages_before[i];
         }
-        return;
-    }
-
-    const i64 granted = o.status == STATUS_OK ? tokens : 0;
-    const Front front = {b.head, pages, fetched, true};
-    if (!TABLE) {
+    } else if constexpr (!TABLE) {
         for (i64 t = 4 * i; t < a.num_tokens; t += 4 * blockDim.x)
             write_tokens(a, front, begins, pages_before, granted, t);
-        return;
-    }
-    for (i64 t = i; t < a.num_tokens; t += blockDim.x) {
-        if (t >= granted) {
-            put_slot(a, t, a.refused_slot);
-            continue;
+    } else {
+        for (i64 t = i; t < a.num_tokens; t += blockDim.x) {
+            if (t >= granted) {
+                put_slot(a, t, a.refused_slot);
+                continue;
+            }
+            const i64 k = request_of(begins, t, 0, a.n - 1), j = t - begins[k];
+            const Request q = load_request(a, k);
+            write_token(a, t, q, j, q.padding ? 0 : slot_of(a, q, front, pages_before[k], j));
         }
-        const i64 k = request_of(begins, t, 0, a.n - 1), j = t - begins[k];
-        const Request q = load_request(a, k);
-        write_token(a, t, q, j, q.padding ? 0 : slot_of(a, q, front, pages_before[k], j));
     }
 }
 

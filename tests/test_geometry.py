@@ -108,3 +108,11 @@ def test_a_difference_that_wraps_is_still_negative(dtype):
 def test_the_sum_is_taken_in_64_bits():
     many, total = 3, 3 * (2**31 - 1)
     check_lengths(np.zeros(many, np.int32), np.full(many, 2**31 - 1, np.int32), total)
+
+
+def test_lengths_that_wrap_are_not_taken_for_good():
+    """Differences and sums of these come out right in 64 bits."""
+    prefix = np.array([2**32, 2**32, 0, 0, 0])
+    seq = np.array([-(2**63) + 2**31] * 2 + [2**31 - 1, 2**31 - 1, 2])
+    with np.errstate(over="ignore"), pytest.raises(ValueError, match=r"seq_lens\[0\]"):
+        check_lengths(prefix, seq, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -830,3 +831,63 @@ def test_a_capture_needs_out():
         pool.decode_step(table, [0], lens, out=DeviceArray(np.zeros(1, np.int32)))
     pool.backend.capture = False
     assert pool.decode_step(table, rows, lens).tolist() == [4]
+
+
+# ---- what wide and small launches once got wrong -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HOSTED)
+@pytest.mark.parametrize("n", [1, 1025])
+def test_a_short_pool_is_told_first_whatever_row_a_request_names(name, n):
+    pool = make(name, 16, 4)
+    assert pool.alloc(16) is not None
+    rows = [5] + [-1] * (n - 1)  # of two
+    table = on_device(pool, np.zeros((2, 8)), np.int32)
+    assert pool.decode_step(table, on_device(pool, rows), on_device(pool, [0] * n)) is None
+    pool.check()
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_the_offending_value_is_read_before_out_is_written(name):
+    pool = make(name, 64 * 4, 4)
+    last = np.full(100, -1)
+    last[70] = 77  # in page 19, which is free
+    seq = np.ones(100, np.int64)
+    seq[70] = 3
+    given = DeviceArray(last) if pool.device != "cpu" else last
+    pool.alloc_decode(seq, given, out=given)
+    with pytest.raises(cupaged.FreePageError) as caught:
+        pool.check()
+    assert (caught.value.index, caught.value.value) == (70, 77)
+    assert last.tolist() == [0] * 100
+
+
+@pytest.mark.parametrize("name", HOSTED)
+@pytest.mark.parametrize("n", [0, 1, 4096, 4097, 9000])
+def test_extends_of_nothing(name, n):
+    pool = make(name, 64 * 16, 16)
+    zeros = np.zeros(n, np.int64)
+    assert pool.alloc_extend(zeros, zeros, zeros - 1, 0).size == 0
+    assert pool.alloc_decode([1], [-1]).tolist() == [16]
+    pool.check()
+
+
+class Nothing:
+    """An empty array on a GPU, at address 0, as torch and CuPy make them."""
+
+    __cuda_array_interface__: ClassVar[dict] = {
+        "data": (0, False),
+        "shape": (0,),
+        "typestr": "<i8",
+        "strides": None,
+        "version": 3,
+    }
+
+
+@pytest.mark.parametrize("tokens", [1, 4096, 5000, 100_000])
+def test_an_empty_batch_on_the_device_is_not_read(tokens):
+    pool = make("cuda-ascending", 200_000, 1, errors="defer")
+    assert pool.alloc_extend(Nothing(), Nothing(), Nothing(), tokens).tolist() == [0] * tokens
+    with pytest.raises(cupaged.TokenCountError):
+        pool.check()
+    assert pool.alloc_decode(Nothing(), Nothing()).size == 0

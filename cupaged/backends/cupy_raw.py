@@ -330,11 +330,12 @@ class CudaBackend(GpuBackend):
             threads = max(TILE, _threads(n))
             self._launch("extend_wide", max(1, -(-num_tokens // (4 * threads))), threads)
         else:
-            if n <= min(PLAN_THREADS, self.max_batch) and n * num_tokens < WIDE_SUM:
+            if 0 < n <= min(PLAN_THREADS, self.max_batch) and n * num_tokens < WIDE_SUM:
                 self._launch("plan_small", 1, _threads(n + 32))
             else:
                 self._plan(n)
-            self._launch("write_slots", -(-num_tokens // WRITE_TILE), TILE)
+            if num_tokens:
+                self._launch("write_slots", -(-num_tokens // WRITE_TILE), TILE)
 
     def _plan(self, n: int) -> None:
         if n > self.max_batch:
