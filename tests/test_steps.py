@@ -849,16 +849,16 @@ def test_a_short_pool_is_told_first_whatever_row_a_request_names(name, n):
 
 @pytest.mark.parametrize("name", HOSTED)
 def test_the_offending_value_is_read_before_out_is_written(name):
-    pool = make(name, 64 * 4, 4)
+    pool = make(name, 200 * 4, 4)
     last = np.full(100, -1)
-    last[70] = 77  # in page 19, which is free
+    last[70] = 777  # in page 194, which is free
     seq = np.ones(100, np.int64)
     seq[70] = 3
     given = DeviceArray(last) if pool.device != "cpu" else last
     pool.alloc_decode(seq, given, out=given)
     with pytest.raises(cupaged.FreePageError) as caught:
         pool.check()
-    assert (caught.value.index, caught.value.value) == (70, 77)
+    assert (caught.value.index, caught.value.value) == (70, 777)
     assert last.tolist() == [0] * 100
 
 
