@@ -16,8 +16,10 @@ HOST_ONLY = {"host.py", "numba_cpu.py"}  # of the backends: a GPU run has nothin
 def digest(folder: str, *patterns: str) -> str:
     """SHA-256 of the names and contents of a folder's sources, as far as a GPU runs them or is compared with them."""
     total = hashlib.sha256()
-    files = sorted(file for pattern in patterns for file in (ROOT / folder).glob(pattern) if file.name not in HOST_ONLY)
+    files = sorted(file for pattern in patterns for file in (ROOT / folder).glob(pattern))
     for file in files:
+        if file.name in HOST_ONLY:
+            continue
         total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()
 
