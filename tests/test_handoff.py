@@ -224,7 +224,7 @@ def play(contestant, seed, page_size):
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)
-@settings(max_examples=8 if SIMULATED else 40, deadline=None)
+@settings(max_examples=3 if SIMULATED else 40, deadline=None)
 @given(seed=st.integers(0, 2**32), page_size=st.sampled_from(PAGE_SIZES))
 def test_same_as_rendering(name, seed, page_size):
     play(CONTESTANTS[name], seed, page_size)
