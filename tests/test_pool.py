@@ -457,6 +457,26 @@ def test_other_threads_read_the_last_known_figures_without_a_wait():
     assert elsewhere(pool.available_size) == 85
 
 
+@contextlib.contextmanager
+def another_thread_changes(pool):
+    """While a `clear` in another thread is stuck in its launch."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow_launch(*args):
+        inside.set()
+        go_on.wait(10)
+
+    with mock.patch.object(pool.backend, "clear", slow_launch):
+        thread = threading.Thread(target=pool.clear)
+        thread.start()
+        assert inside.wait(10)
+        try:
+            yield
+        finally:
+            go_on.set()
+            thread.join()
+
+
 @pytest.mark.parametrize("name", ["alloc", "alloc_extend", "alloc_decode", "free", "retain", "clear", "refresh"])
 def test_calls_that_overlap_raise_and_change_nothing(name):
     pool = make_lagging(64, 4)
@@ -469,43 +489,21 @@ def test_calls_that_overlap_raise_and_change_nothing(name):
         "clear": lambda: pool.clear(),
         "refresh": lambda: pool.refresh(),
     }[name]
-    inside, go_on = threading.Event(), threading.Event()
-
-    def slow_launch(*args):
-        inside.set()
-        go_on.wait(10)
-
-    with mock.patch.object(pool.backend, "clear", slow_launch):
-        thread = threading.Thread(target=pool.clear)
-        thread.start()
-        assert inside.wait(10)
+    with another_thread_changes(pool):
         op = pool.pool._op
         with pytest.raises(cupaged.ConcurrentCallError, match="serialise"):
             call()
         assert pool.pool._op == op
-        go_on.set()
-        thread.join()
     pool.clear()
     call()
 
 
 def test_the_free_list_is_not_read_while_a_call_changes_it():
     pool = make("numba", 16, 1)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def slow_launch(*args):
-        inside.set()
-        go_on.wait(10)
-
-    with mock.patch.object(pool.backend, "clear", slow_launch):
-        thread = threading.Thread(target=pool.clear)
-        thread.start()
-        assert inside.wait(10)
+    with another_thread_changes(pool):
         for read in (pool.check_integrity, pool.pool.free_order, pool.pool.snapshot):
             with pytest.raises(cupaged.ConcurrentCallError, match="at rest"):
                 read()
-        go_on.set()
-        thread.join()
     pool.check_integrity()
 
 
