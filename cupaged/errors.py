@@ -14,6 +14,7 @@ __all__ = [
     "FreePageError",
     "IntegrityError",
     "LengthError",
+    "LockstepError",
     "MisalignedError",
     "OutOfRangeError",
     "PoolShortError",
@@ -42,6 +43,25 @@ class IntegrityError(RuntimeError):
 
 class DeviceTimeoutError(RuntimeError):
     """The device did not report in time: it is stuck, or it runs something very long."""
+
+
+class LockstepError(RuntimeError):
+    """Ranks that must make the same calls and hand out the same slots did not, or one of them does not answer.
+
+    Attributes
+    ----------
+    first_op, last_op : int
+        The calls in question, counted from 1 since the guard was made; 0 where it could not be made.
+    ranks : tuple of int
+        Those that differ from most others, or all where no most can be told; empty where ranks did not answer.
+    """
+
+    def __init__(self, message: str, first_op: int, last_op: int, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.first_op, self.last_op, self.ranks = first_op, last_op, ranks
+
+    def __reduce__(self):
+        return type(self), (str(self), self.first_op, self.last_op, self.ranks)
 
 
 class DeviceError(RuntimeError):

@@ -25,6 +25,7 @@ __all__ = [
     "is_on_gpu",
     "library_of",
     "parse_device",
+    "tensor_vector",
     "to_host",
     "to_torch",
 ]
@@ -172,6 +173,11 @@ def host_vector(x: Any, name: str) -> np.ndarray:
     """`host_array`, as the contiguous, writeable int64 array that compiled host kernels take."""
     array = np.ascontiguousarray(host_array(x, name), np.int64)
     return array if array.flags.writeable else array.copy()
+
+
+def tensor_vector(x: Any, name: str, device: int) -> DeviceVector | None:
+    """`device_vector` of a torch tensor on a GPU; None for whatever else: the common case, in few steps."""
+    return _read_torch(x, name, device) if type(x) in _TENSORS and x.is_cuda else None
 
 
 def device_vector(x: Any, name: str, device: int) -> DeviceVector:

@@ -139,3 +139,14 @@ class Where(IntEnum):
     FRONT = 0
     BACK = 1
     STAGE = 2
+
+
+class DigestCell(IntEnum):
+    """Index of each int64 cell of a digest, which a fold reads and writes."""
+
+    DIGEST = 0
+    FREED_SEEN = 1
+
+
+DIGEST_CELLS = len(DigestCell)
+NEVER_FOLDED = -(1 << 62)  # in FREED_SEEN: the next fold takes in the whole free list

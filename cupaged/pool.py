@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -86,6 +86,19 @@ class PoolState:
     may_share: bool
 
 
+class Watcher(Protocol):
+    """What follows every call that changes a pool, such as `cupaged.integrations.distributed.LockstepGuard`."""
+
+    def launched(self, args: tuple) -> None:
+        """Hear that the op of kind ``backend.kind`` was launched with these arguments."""
+
+    def refused(self) -> None:
+        """Hear that an allocation was told None without a launch."""
+
+    def call_ends(self) -> None:
+        """Act behind a call's ops, on its stream, while no other call can begin. May raise."""
+
+
 class PagePool:
     """Pages 1 .. num_pages of one backend, with the host's bounds and the mail.
 
@@ -124,6 +137,8 @@ class PagePool:
         self._pending: deque[tuple[int, int, int, int]] = deque()
         self._merged_until = 0
         self._known = (0, 0, 0, 0)  # free + staged: least and most; least at the front; shared
+        self.watcher: Watcher | None = None
+        self.in_graphs: list[Any] = []  # memory that captured launches write to, though its owner has gone
         self._low = self._high = self._front = 0  # `_known` and all that is pending, summed up
         if backend.enter(""):
             backend.leave()
@@ -170,9 +185,13 @@ class PagePool:
 
     def leave(self) -> None:
         """End a mutating call."""
-        self.backend.leave()
-        self._holder = 0
-        self._lock.release()
+        try:
+            if self.watcher is not None:
+                self.watcher.call_ends()
+        finally:
+            self.backend.leave()
+            self._holder = 0
+            self._lock.release()
 
     def _begin(self, kind: Kind, quiet: bool = False) -> int:
         backend = self.backend
@@ -186,17 +205,25 @@ class PagePool:
     def _launch(self, launch: Callable[..., Any], *args: Any) -> Any:
         """Launch an op that has begun; one that failed must not be waited for."""
         try:
-            return launch(*args)
+            result = launch(*args)
         except BaseException:
             if not self.capturing:
                 self._op -= 1
             raise
+        if self.watcher is not None:
+            self.watcher.launched(args)
+        return result
 
     def refuse(self, sort_bound: int) -> None:
         """Say None where the whole pool would be too small."""
         if self.backend.need_sort:
             self.backend.sort_free(min(sort_bound, self.num_pages + 1))
+        self._count_refusal()
+
+    def _count_refusal(self) -> None:
         self._host_refusals += 1
+        if self.watcher is not None:
+            self.watcher.refused()
 
     def allocate(
         self, kind: Kind, least: int, most: int, sort_bound: int, launch: Callable[..., None], *args: Any
@@ -223,7 +250,7 @@ class PagePool:
         if not fits:
             exact = self._exact_free()
             if exact < least:
-                self._host_refusals += 1
+                self._count_refusal()
                 return False
             fits = most <= exact
         op = self._begin(kind, quiet=not fits)

@@ -4,6 +4,7 @@
 
 typedef long long i64;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 
 constexpr int INT32_LARGEST = 2147483647;
 constexpr i64 NO_BREACH = 9223372036854775807LL;
@@ -90,8 +91,9 @@ struct Vec {
     int wide;    // 1: int64
     int unused;
 
-    __device__ __forceinline__ i64 at(i64 i) const {
-        if (!data) return stride;
+    __device__ __forceinline__ i64 at(i64 i) const { return data ? given(i) : stride; }
+
+    __device__ __forceinline__ i64 given(i64 i) const {
         const char* p = data + i * stride;
         return wide ? *reinterpret_cast<const i64*>(p) : *reinterpret_cast<const int*>(p);
     }
@@ -111,9 +113,13 @@ struct Args {
     int* plan_tokens;   // first token of each request in the output
     int* plan_pages;    // new pages of the requests before
     i64 refused_slot;
+    u64 slot_magic;     // divide a slot by page_size, see div_page
     int capacity;
     int page_size;
     int page_shift;     // log2(page_size), or -1
+    u32 length_magic;   // divide a length by page_size
+    int magic_shift;
+    int unused;
     int wide_out;       // 1: slots are int64
     int strict;
     int need_sort;
@@ -148,17 +154,33 @@ struct Args {
 
 // ---- pages ---------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ i64 div_page(const Args& a, i64 n) {
-    if (a.page_shift >= 0) return n >> a.page_shift;
-    if (n >= 0 && n <= INT32_LARGEST) return static_cast<u32>(n) / static_cast<u32>(a.page_size);
-    i64 q = n / a.page_size;
-    return q * a.page_size > n ? q - 1 : q;  // floor, as the shift does
+// Division by multiplication (T. Granlund and P. L. Montgomery, "Division by Invariant Integers using Multiplication",
+// PLDI 1994): a page size that is no power of two, with 2**l above it, has slot_magic = 2**(63 + l) / page_size + 1,
+// length_magic = 2**(31 + l) / page_size + 1 and magic_shift = l - 1. A real division is a long piece of code, and a
+// kernel this short pays for every line that it has to fetch.
+
+// Page of a slot, which is not negative.
+__device__ __forceinline__ i64 div_page(const Args& a, i64 slot) {
+    if (a.page_shift >= 0) return slot >> a.page_shift;
+    return static_cast<i64>(__umul64hi(static_cast<u64>(slot), a.slot_magic) >> a.magic_shift);
 }
 
-__device__ __forceinline__ i64 up_pages(const Args& a, i64 n) { return div_page(a, n + a.page_size - 1); }
+// Pages that n tokens fill, n in [0, 2**31).
+__device__ __forceinline__ u32 full_pages(const Args& a, i64 n) {
+    const u32 length = static_cast<u32>(n);
+    return a.page_shift >= 0 ? length >> a.page_shift : __umulhi(length, a.length_magic) >> a.magic_shift;
+}
+
+// Place in its page of a request's token, or the tokens in its last page that are not all of it.
+__device__ __forceinline__ u32 offset_of(const Args& a, i64 n) {
+    return static_cast<u32>(n) - full_pages(a, n) * static_cast<u32>(a.page_size);
+}
+
+// Pages that n tokens touch.
+__device__ __forceinline__ i64 up_pages(const Args& a, i64 n) { return full_pages(a, n) + (offset_of(a, n) != 0); }
 
 // Position of a token's cell in its table row.
-__device__ __forceinline__ i64 cell_of(const Args& a, i64 token) { return a.table_pages ? div_page(a, token) : token; }
+__device__ __forceinline__ i64 cell_of(const Args& a, i64 token) { return a.table_pages ? full_pages(a, token) : token; }
 
 __device__ __forceinline__ bool row_in_table(const Args& a, i64 row) { return row >= 0 && row < a.table_rows; }
 
@@ -202,6 +224,15 @@ __device__ __forceinline__ i64 warp_inclusive(i64 x) {
     return x;
 }
 
+__device__ __forceinline__ int warp_sum(int x) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(FULL_WARP, x);
+#else
+    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(FULL_WARP, x, d);
+    return x;
+#endif
+}
+
 // Exclusive prefix sum over the block, whose size is a multiple of 32; `total` gets the sum. `carry` is scratch of
 // one value a warp, free to be written again once every thread has returned and met another barrier.
 __device__ __forceinline__ i64 block_exclusive(i64 x, i64* carry, i64& total) {
@@ -216,6 +247,23 @@ __device__ __forceinline__ i64 block_exclusive(i64 x, i64* carry, i64& total) {
     return before + inclusive - x;
 }
 
+// The same for two values, in place, with one barrier.
+__device__ __forceinline__ void block_exclusive(i64& x, i64& y, i64 (*carry)[32], i64& total_x, i64& total_y) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const i64 inclusive_x = warp_inclusive(x), inclusive_y = warp_inclusive(y);
+    if (lane == 31) {
+        carry[0][warp] = inclusive_x;
+        carry[1][warp] = inclusive_y;
+    }
+    __syncthreads();
+    const i64 mine_x = lane < warps ? carry[0][lane] : 0, mine_y = lane < warps ? carry[1][lane] : 0;
+    const i64 sums_x = warp_inclusive(mine_x), sums_y = warp_inclusive(mine_y);
+    total_x = __shfl_sync(FULL_WARP, sums_x, 31);
+    total_y = __shfl_sync(FULL_WARP, sums_y, 31);
+    x = __shfl_sync(FULL_WARP, sums_x - mine_x, warp) + inclusive_x - x;
+    y = __shfl_sync(FULL_WARP, sums_y - mine_y, warp) + inclusive_y - y;
+}
+
 // ---- ops, errors, mail ---------------------------------------------------------------------------------------
 // The one block that commits an op works on a copy `w` of the words in shared memory.
 
@@ -224,19 +272,27 @@ __device__ __forceinline__ void load_words(const Args& a, i64* w) {
     if (threadIdx.x < STATE_WORDS) w[threadIdx.x] = static_cast<volatile i64*>(a.words)[threadIdx.x];
 }
 
-// Writes the words back and posts them to the host: the first warp, once thread 0 has ended the op. Half a word goes
-// in the low half of each cell, the op's number in the high half: cells are written whole, and a host that finds one
-// number in all that it reads has read one op's mail, with no fence on this side.
+// The warp that keeps the words, lane L word L: the last one, which in small batches has no request.
+__device__ __forceinline__ int word_lane() { return static_cast<int>(threadIdx.x) - static_cast<int>(blockDim.x) + 32; }
+
+// Keeps a word and posts it to the host, in lane L word L. Half a word goes in the low half of each cell,
+// the op's number in the high half: cells are written whole, and a host that finds one number in all that it reads has
+// read one op's mail, with no fence on this side.
+__device__ __forceinline__ void post_word(const Args& a, int lane, i64 word, i64 op) {
+    if (lane < STATE_WORDS) a.words[lane] = word;
+    if (lane < NUM_WORDS) {
+        const i64 number = op << 32;
+        volatile i64* mail = a.mailbox;
+        mail[lane] = number | (word & 0xffffffffLL);
+        mail[NUM_WORDS + lane] = number | (word >> 32 & 0xffffffffLL);
+    }
+}
+
+// The same for words in shared memory: the first warp, once thread 0 has ended the op.
 __device__ __forceinline__ void post(const Args& a, const i64* w) {
     if (threadIdx.x >= 32) return;
     __syncwarp();
-    if (threadIdx.x < STATE_WORDS) a.words[threadIdx.x] = w[threadIdx.x];
-    if (threadIdx.x < NUM_WORDS) {
-        const i64 word = w[threadIdx.x], number = w[OP] << 32;
-        volatile i64* mail = a.mailbox;
-        mail[threadIdx.x] = number | (word & 0xffffffffLL);
-        mail[NUM_WORDS + threadIdx.x] = number | (word >> 32 & 0xffffffffLL);
-    }
+    post_word(a, threadIdx.x, threadIdx.x < STATE_WORDS ? w[threadIdx.x] : 0, w[OP]);
 }
 
 // Starts an op: thread 0.
@@ -261,16 +317,6 @@ __device__ __forceinline__ void end_op(i64* w, int status) {
 }
 
 __device__ __forceinline__ bool is_page(i64 page, i64 num_pages) { return page >= 1 && page <= num_pages; }
-
-// Takes `pages` from the front of the ring: thread 0.
-__device__ __forceinline__ void take_pages(const Args& a, i64* w, i64 pages) {
-    w[FIRST] = w[HEAD];
-    w[HEAD] = ring_position(a, w[HEAD] + pages);
-    w[FREE] -= pages;
-    w[ALLOCATED] += pages;
-    const i64 owned = w[NUM_PAGES] - w[FREE] - w[STAGED];
-    if (owned > w[PEAK]) w[PEAK] = owned;
-}
 
 // Position in the ring of the first of `pages` that come back, and their count: thread 0. Staged pages and pages at
 // the back lie behind the free ones, where no allocation moves anything.

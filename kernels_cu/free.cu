@@ -26,7 +26,7 @@ __device__ __forceinline__ void mark_slot(const Args& a, i64 i) {
     if (before == 0) atomicOr(&a.touched_groups[page >> 15], 1u << ((page >> 10) & 31));
 }
 
-extern "C" __global__ void __launch_bounds__(256) mark_slots(const Args a) {
+extern "C" __global__ void __launch_bounds__(256) mark_slots(const __grid_constant__ Args a) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < a.n) mark_slot(a, i);
 }
@@ -132,10 +132,10 @@ __device__ __forceinline__ void settle(const Args& a) {
     post(a, w);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) settle_slots(const Args a) { settle(a); }
+extern "C" __global__ void __launch_bounds__(1024) settle_slots(const __grid_constant__ Args a) { settle(a); }
 
 // Few slots: one launch.
-extern "C" __global__ void __launch_bounds__(1024) free_slots_small(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) free_slots_small(const __grid_constant__ Args a) {
     for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) mark_slot(a, i);
     __syncthreads();
     settle(a);
@@ -145,9 +145,8 @@ extern "C" __global__ void __launch_bounds__(1024) free_slots_small(const Args a
 __device__ __forceinline__ void lower_slot_refs(const Args& a, i64 first, i64 pages) {
     __syncthreads();
     for (i64 k = threadIdx.x; k < pages * a.page_size; k += blockDim.x) {
-        const i64 nth = div_page(a, k);
-        const i64 page = a.free_ring[ring_position(a, first + nth)];
-        int* refs = a.slot_refs + page * a.page_size + k - nth * a.page_size;
+        const i64 page = a.free_ring[ring_position(a, first + div_page(a, k))];
+        int* refs = a.slot_refs + page * a.page_size + k - div_page(a, k) * a.page_size;
         if (*refs > 0) *refs -= 1;
     }
 }
@@ -276,7 +275,7 @@ __device__ __forceinline__ void free_entries(const Args& a, i64* w, const Entrie
     if (a.slot_refs) lower_slot_refs(a, first, total);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) free_page_ids(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) free_page_ids(const __grid_constant__ Args a) {
     __shared__ i64 w[STATE_WORDS];
     load_words(a, w);
     __syncthreads();
@@ -309,7 +308,7 @@ __device__ __forceinline__ int row_range(const Args& a, i64 i, i64& begin, i64& 
 }
 
 // All or nothing: a row or column out of the table refuses the whole op.
-extern "C" __global__ void __launch_bounds__(1024) free_rows(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) free_rows(const __grid_constant__ Args a) {
     __shared__ i64 w[STATE_WORDS], carry[2][32], breach;
     load_words(a, w);
     if (threadIdx.x == 0) breach = NO_BREACH;
@@ -350,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(1024) free_rows(const Args a) {
 }
 
 // One owner more for the page of each entry.
-extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) retain_page_ids(const __grid_constant__ Args a) {
     __shared__ i64 w[STATE_WORDS], breach;
     __shared__ int shared;
     load_words(a, w);

@@ -16,7 +16,7 @@ __device__ __forceinline__ i64 page_in_table(const Args& a, i64 row, i64 nth) {
 
 __device__ __forceinline__ i64 slot_in_table(const Args& a, i64 row, i64 token) {
     i64 slot = a.table[row * a.table_stride + cell_of(a, token)];
-    if (a.table_pages) slot = slot * a.page_size + token - div_page(a, token) * a.page_size;
+    if (a.table_pages) slot = slot * a.page_size + offset_of(a, token);
     return slot >= 0 && slot < (a.capacity + 1LL) * a.page_size ? slot : -1;
 }
 
@@ -95,15 +95,15 @@ __device__ __forceinline__ void write_ragged(const Args& a) {
     for (i64 at = (done > low ? done : low) + threadIdx.x; at < high; at += blockDim.x) Entries::pad(a, at);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) handoff_pages(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) handoff_pages(const __grid_constant__ Args a) {
     if (blockIdx.x == 0 && threadIdx.x == 0) a.indptr[0] = 0;
     write_ragged<Pages>(a);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) handoff_slots(const Args a) { write_ragged<Slots>(a); }
+extern "C" __global__ void __launch_bounds__(1024) handoff_slots(const __grid_constant__ Args a) { write_ragged<Slots>(a); }
 
 // A dense table, num_tokens wide, of pages cut into page_parts kernel pages each; 0 past a request's length.
-extern "C" __global__ void __launch_bounds__(256) handoff_block_table(const Args a) {
+extern "C" __global__ void __launch_bounds__(256) handoff_block_table(const __grid_constant__ Args a) {
     const i64 width = a.num_tokens, entry = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (entry >= a.n * width) return;
     const i64 i = entry >> 32 ? entry / width : static_cast<u32>(entry) / static_cast<u32>(width);

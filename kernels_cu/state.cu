@@ -3,7 +3,7 @@
 
 // Merges the staged pages with the front, ascending, if an allocation's bound (num_tokens) exceeds the front. Pages
 // without an owner are exactly the free and the staged ones, so nothing needs sorting: they are read off in order.
-extern "C" __global__ void __launch_bounds__(1024) sort_free(const Args a) {
+extern "C" __global__ void __launch_bounds__(1024) sort_free(const __grid_constant__ Args a) {
     __shared__ i64 carry[2][32];
     i64* w = a.words;
     const bool wanted = w[STAGED] > 0 && a.num_tokens > w[FREE];
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(1024) sort_free(const Args a) {
 }
 
 // Every page of 1 .. n free, in order; page 0 owned for ever. Block 0 commits: no block reads the words.
-extern "C" __global__ void __launch_bounds__(256) clear_pool(const Args a) {
+extern "C" __global__ void __launch_bounds__(256) clear_pool(const __grid_constant__ Args a) {
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
     for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i <= a.capacity; i += step) {
         if (i < a.capacity) a.free_ring[i] = static_cast<int>(i + 1);
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(256) clear_pool(const Args a) {
 constexpr int SAVED = 5;
 __device__ constexpr Word SAVED_WORDS[SAVED] = {HEAD, FREE, STAGED, SHARED, NUM_PAGES};
 
-extern "C" __global__ void __launch_bounds__(256) backup_pool(const Args a) {
+extern "C" __global__ void __launch_bounds__(256) backup_pool(const __grid_constant__ Args a) {
     int* saved = reinterpret_cast<int*>(a.out);
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
     for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i <= a.capacity; i += step) {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256) backup_pool(const Args a) {
     post(a, w);
 }
 
-extern "C" __global__ void __launch_bounds__(256) restore_pool(const Args a) {
+extern "C" __global__ void __launch_bounds__(256) restore_pool(const __grid_constant__ Args a) {
     const int* saved = reinterpret_cast<const int*>(a.seq.data);
     const i64 step = static_cast<i64>(gridDim.x) * blockDim.x;
     for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i <= a.capacity; i += step) {
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(256) restore_pool(const Args a) {
 }
 
 // An op that changes nothing: its mail is what the host wants.
-extern "C" __global__ void __launch_bounds__(32) refresh_pool(const Args a) {
+extern "C" __global__ void __launch_bounds__(32) refresh_pool(const __grid_constant__ Args a) {
     __shared__ i64 w[STATE_WORDS];
     load_words(a, w);
     __syncwarp();
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(32) refresh_pool(const Args a) {
 }
 
 // Appends a queued array to the free group's buffer, whatever its dtype and stride.
-extern "C" __global__ void __launch_bounds__(256) queue_entries(const Args a) {
+extern "C" __global__ void __launch_bounds__(256) queue_entries(const __grid_constant__ Args a) {
     const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < a.n) reinterpret_cast<i64*>(a.out)[i] = a.seq.at(i);
 }

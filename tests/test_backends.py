@@ -22,7 +22,7 @@ from tests.operations import Runner, Script, options, state
 
 PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
 # What is no op of the pool has tests of its own.
-ELSEWHERE = {*(name for name in KERNELS if name.startswith("handoff_"))}
+ELSEWHERE = {"fold_digest", *(name for name in KERNELS if name.startswith("handoff_"))}
 CONTESTANTS = {
     "numba": NumbaBackend,
     "cuda-ascending": variant("ascending"),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from cupaged import backends
@@ -23,7 +28,10 @@ SECTIONS: dict[str, list[str]] = {}
 for _block in blocks(TEXT):
     if _block.language == "python":
         SECTIONS.setdefault(_block.section, []).append(_block.code)
-SECTIONS.pop("SGLang")  # has its own tests
+ELSEWHERE = {
+    "SGLang": SECTIONS.pop("SGLang"),
+    "Ranks in step": SECTIONS.pop("Ranks in step"),
+}  # SGLang: its own tests
 
 
 def _marked(section: str):
@@ -47,6 +55,31 @@ def test_blocks_run_one_after_the_other(section, capsys):
         exec(compile(code, f"{PATH.name}, {section}", "exec"), names)
     for line in capsys.readouterr().out.splitlines():
         assert f"# {line}\n" in TEXT  # what is printed stands in a comment
+
+
+def test_ranks_in_step_run_as_two_ranks(tmp_path):
+    pytest.importorskip("torch")
+    (code,) = ELSEWHERE["Ranks in step"]
+    code = code.replace('"cpu:gloo,cuda:nccl"', '"gloo"')
+    made = "import cupaged\npool = cupaged.PagedTokenToKVPoolAllocator(64, 16, device='cpu', errors='defer')\n"
+    used = "    ...  # your engine"
+    assert used.strip() in code
+    program = tmp_path / "engine.py"
+    program.write_text(made + code.replace(used.strip(), "print(pool.alloc(16)[0])  # your engine"))
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    settings = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program], env=settings | {"RANK": str(rank)}, cwd=ROOT, text=True, stdout=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [(rank.communicate(timeout=120)[0], rank.returncode) for rank in ranks] == [("16\n", 0)] * 2
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 @pytest.mark.gpu

@@ -205,12 +205,12 @@ def test_alloc_batch_is_one_launch(backend):
     kv = make_kv(backend)
     kv.backend.launches.clear()
     kv.alloc_batch([0, 1, 2], [5, 5, 5], [0, 0, 0])
-    assert kv.backend.launches == ["alloc_small"]
+    assert kv.backend.launches == ["extend_step_small"]
     for row in range(3):
         kv.free_req_cache(row, 5)
-    assert kv.backend.launches == ["alloc_small"]
+    assert kv.backend.launches == ["extend_step_small"]
     kv.free_group_end()
-    assert kv.backend.launches == ["alloc_small", "free_rows"]
+    assert kv.backend.launches == ["extend_step_small", "free_rows"]
 
 
 def test_extra_pages_go_and_full_ones_stay(kv):

@@ -51,7 +51,10 @@ def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(SIMULATED, reason="this is that process")
-@pytest.mark.parametrize("arguments", [(__file__,), (str(ROOT / "tests/test_handoff.py"), "-k", "numba-cuda")])
+@pytest.mark.parametrize(
+    "arguments",
+    [(__file__,), *((str(ROOT / f"tests/test_{name}.py"), "-k", "numba-cuda") for name in ("handoff", "digest"))],
+)
 def test_in_the_simulator(arguments):
     done = child("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *arguments)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]

@@ -830,7 +830,7 @@ def test_a_capture_moves_no_bounds_launches_nothing_and_needs_out():
     assert backend.recorded == []
     pool.alloc_decode(on_device(1), on_device(-1), out=out)
     pool.free_page_ids(on_device(1))
-    assert [r[0] for r in backend.recorded] == ["alloc_small", "free_page_ids"]
+    assert [r[0] for r in backend.recorded] == ["decode_small", "free_page_ids"]
     assert (pool.pool.at_least, pool.pool.at_most) == (16, 16)
     assert not backend.queue_of_launches
     assert not pool.pool._lock.locked()

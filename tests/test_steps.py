@@ -315,7 +315,7 @@ def test_one_launch_each():
     pool.extend_step(table, [0, 1], [1, 1], [5, 5], 8)
     pool.trim(table, [0, 1], [5, 5], [2, 2])
     pool.release(table, [0, 1, 2, 3], [2, 2, 1, 1])
-    assert pool.backend.launches == ["alloc_small", "alloc_small", "free_rows", "free_rows"]
+    assert pool.backend.launches == ["decode_step_small", "extend_step_small", "free_rows", "free_rows"]
 
 
 def test_empty_batches_and_tables(backend, kind):

@@ -22,9 +22,17 @@ from cupaged.layout import MAIL_WORDS, NUM_WORDS, STATE_WORDS, Where
 __all__ = ["ARGS", "KERNELS", "CudaBackend", "CupyBackend", "probe", "source"]
 
 KERNELS = (
-    "alloc_small",
+    "decode_small",
+    "decode_step_small",
+    "decode_wide",
+    "extend_small",
+    "extend_step_small",
+    "extend_wide",
+    "plan_small",
     "plan_requests",
     "write_slots",
+    "write_step",
+    "alloc_pages_small",
     "plan_pages",
     "write_pages",
     "mark_slots",
@@ -42,20 +50,29 @@ KERNELS = (
     "handoff_pages",
     "handoff_block_table",
     "handoff_slots",
+    "fold_digest",
 )
-_SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu")
+_SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu", "digest.cu")
 PLAN_THREADS = 1024
 TILE = 256
+WRITE_TILE = 1024  # tokens that a block of TILE threads writes, four each
 STAGING = 1 << 20  # bytes of pinned memory that host arguments go through
+SCAN_REQUESTS = 4096  # requests that a block of a single-launch extend can plan
 SMALL_WRITE = 4096  # tokens that one block plans and writes in a single launch
-SMALL_FREE = 4096  # slots that one block marks and settles in a single launch
+WIDE_SUM = 1 << 30  # requests times tokens, at most, of a single-launch extend by several blocks: they sum 32 bits
+WIDE_PAGES = 2048  # and its pages, whose owners one block counts
+SMALL_PAGES = 16384  # slots of whole pages that one block takes and writes
+SMALL_FREE = 16384  # slots that one block marks and settles in a single launch
 
 _VEC = np.dtype([("data", "u8"), ("stride", "i8"), ("wide", "i4"), ("unused", "i4")])
 _POOL_FIELDS = [
     *((name, "u8") for name in ("free_ring", "ref_count", "first_index", "touched", "touched_groups")),
     *((name, "u8") for name in ("freed", "freed_groups", "words", "mailbox", "plan_tokens", "plan_pages")),
     ("refused_slot", "i8"),
-    *((name, "i4") for name in ("capacity", "page_size", "page_shift", "wide_out", "strict", "need_sort")),
+    ("slot_magic", "u8"),
+    *((name, "i4") for name in ("capacity", "page_size", "page_shift")),
+    ("length_magic", "u4"),
+    *((name, "i4") for name in ("magic_shift", "unused", "wide_out", "strict", "need_sort")),
 ]
 # The C struct's fields in its order; the tests compare every offset.
 ARGS = np.dtype(
@@ -92,6 +109,8 @@ _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
 _TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
 _HANDOFF_OFFSET = ARGS.fields["page_parts"][1]  # type: ignore[index]
 _PACK_TABLE = struct.Struct("<QqqqqQqiIQiI").pack_into
+_SLOT_REFS_OFFSET = ARGS.fields["slot_refs"][1]  # type: ignore[index]
+_PACK_ADDRESS = struct.Struct("<Q").pack_into
 _PACK_HANDOFF = struct.Struct("<iqQQ").pack_into
 _PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
@@ -154,15 +173,15 @@ class CudaBackend(GpuBackend):
         self.mail, self._args["mailbox"] = self._mapped(MAIL_WORDS)
         self._scratch: list[tuple[Any, int]] = []
         self._make_scratch(self.max_batch)
-        for field, value in (
-            ("refused_slot", self.refused_slot),
-            ("capacity", n),
-            ("page_size", self.page_size),
-            ("page_shift", _log2(self.page_size)),
-            ("wide_out", self.index_dtype.itemsize == 8),
-            ("strict", self.strict),
-            ("need_sort", self.need_sort),
-        ):
+        constants = {
+            "refused_slot": self.refused_slot,
+            "capacity": n,
+            "page_size": self.page_size,
+            "wide_out": self.index_dtype.itemsize == 8,
+            "strict": self.strict,
+            "need_sort": self.need_sort,
+        }
+        for field, value in (constants | _divisor(self.page_size)).items():
             self._args[field] = value
 
     # ---- what a subclass has -----------------------------------------------------------------------------------
@@ -254,47 +273,80 @@ class CudaBackend(GpuBackend):
         )
 
     def _no_table(self) -> None:
-        _PACK_TABLE(self._buffer, _TABLE_OFFSET, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        _PACK_ADDRESS(self._buffer, _TABLE_OFFSET, 0)
+        _PACK_ADDRESS(self._buffer, _SLOT_REFS_OFFSET, 0)
 
     # ---- operations --------------------------------------------------------------------------------------------
 
     def alloc_pages(self, pages: int, out: int) -> None:
         slots = pages * self.page_size
         self._pack(out=out, num_tokens=slots, n=pages)
+        if slots <= SMALL_PAGES:
+            self._launch("alloc_pages_small", 1, _threads(-(-slots // 4)))
+            return
         self._launch("plan_pages", 1, 32)
-        if slots:
-            self._launch("write_pages", -(-slots // TILE), TILE)
+        self._launch("write_pages", -(-slots // TILE), TILE)
 
     def alloc_extend(self, prefix, seq, last, num_tokens: int, out: int) -> None:
         n = seq[3]
         self._pack(prefix=prefix, seq=seq, last=last, out=out, num_tokens=num_tokens, n=n)
-        self._plan_and_write(n, num_tokens)
+        self._extend(n, num_tokens)
 
     def alloc_decode(self, seq, last, out: int) -> None:
         n = seq[3]
         self._pack(seq=seq, last=last, out=out, num_tokens=n, n=n)
-        self._plan_and_write(n, n)
+        if n == 0:
+            self._extend(n, n)
+        elif n <= PLAN_THREADS:
+            self._launch("decode_small", 1, _threads(n + 32))
+        elif out != last[0]:
+            self._launch("decode_wide", -(-n // PLAN_THREADS), PLAN_THREADS)
+        else:
+            self._plan_and_write(n, n)
 
     def step(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out: int) -> None:
         n = rows[3]
         self._pack(prefix=prefix or _NO_VECTOR, seq=seq, out=out, num_tokens=num_tokens, n=n)
         self._pack_table(table, paged, pad_row, rows)
         try:
-            self._plan_and_write(n, num_tokens)
+            if prefix is None and 0 < n <= PLAN_THREADS:
+                self._launch("decode_step_small", 1, _threads(n + 32))
+            elif prefix is not None and 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
+                self._launch("extend_step_small", 1, _threads(max(n, num_tokens)))
+            else:
+                self._plan_and_write(n, num_tokens)
         finally:
             self._no_table()
 
-    def _plan_and_write(self, n: int, num_tokens: int) -> None:
+    # Several blocks that write before all have validated need an output that no argument shares, and no table.
+    def _extend(self, n: int, num_tokens: int) -> None:
+        if 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
+            self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // 4)) + 32))
+        elif (
+            n <= SCAN_REQUESTS
+            and n * num_tokens < WIDE_SUM
+            and num_tokens // self.page_size + min(n, num_tokens) // 16 <= WIDE_PAGES
+        ):
+            threads = max(TILE, _threads(n))
+            self._launch("extend_wide", max(1, -(-num_tokens // (4 * threads))), threads)
+        else:
+            if 0 < n <= min(PLAN_THREADS, self.max_batch) and n * num_tokens < WIDE_SUM:
+                self._launch("plan_small", 1, _threads(n + 32))
+            else:
+                self._plan(n)
+            if num_tokens:
+                self._launch("write_slots", -(-num_tokens // WRITE_TILE), TILE)
+
+    def _plan(self, n: int) -> None:
         if n > self.max_batch:
             self._make_scratch(n)
-        if n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
-            self._launch("alloc_small", 1, _threads(max(n, num_tokens)))
-            return
-        self._launch(
-            "plan_requests", max(1, -(-n // PLAN_THREADS)), PLAN_THREADS if n > PLAN_THREADS else _threads(n)
-        )
+        threads = PLAN_THREADS if n > PLAN_THREADS else _threads(n)
+        self._launch("plan_requests", max(1, -(-n // PLAN_THREADS)), threads)
+
+    def _plan_and_write(self, n: int, num_tokens: int) -> None:
+        self._plan(n)
         if num_tokens:
-            self._launch("write_slots", -(-num_tokens // TILE), TILE)
+            self._launch("write_step", -(-num_tokens // TILE), TILE)
 
     def free_slots(self, slots, push: bool, index_base: int) -> None:
         n = slots[3]
@@ -386,6 +438,11 @@ class CudaBackend(GpuBackend):
         finally:
             self._no_table()
 
+    def fold(self, entries: DeviceVector, where: Where, cells: int) -> None:
+        n = entries[3]
+        self._pack(seq=entries, out=cells, n=n, where=where)
+        self._launch("fold_digest", 1, _threads(max(n, 256)))  # how many pages came back the host does not know
+
     def _copy_entries(self, vector: DeviceVector, address: int) -> None:
         n = vector[3]
         self._pack(seq=vector, out=address, n=n)
@@ -399,6 +456,7 @@ class CudaBackend(GpuBackend):
 
 
 def _threads(n: int) -> int:
+    """Threads of one block for n: where 32 more are asked for, a warp that has only the words to look after."""
     return min(PLAN_THREADS, max(32, -(-n // 32) * 32))
 
 
@@ -408,8 +466,13 @@ def _ragged_grid(n: int, entries: int) -> tuple[int, int]:
     return max(1, min(most, -(-entries // PLAN_THREADS))), TILE if n <= TILE else PLAN_THREADS
 
 
-def _log2(n: int) -> int:
-    return n.bit_length() - 1 if n & (n - 1) == 0 else -1
+def _divisor(n: int) -> dict[str, int]:
+    """How the kernels divide by n: a shift, or the multiplication that common.cuh describes."""
+    bits = n.bit_length()
+    if n & (n - 1) == 0:
+        return {"page_shift": bits - 1}
+    magic = {"slot_magic": (1 << (63 + bits)) // n + 1, "length_magic": (1 << (31 + bits)) // n + 1}
+    return {"page_shift": -1, "magic_shift": bits - 1, **magic}
 
 
 class CupyBackend(CudaBackend):
@@ -437,8 +500,9 @@ class CupyBackend(CudaBackend):
             self._staging_half = self._staging_used = 0
             self._make_staging()
             super().__init__(**options)
-            self._struct = self._args[0]
-            self._arguments = (self._struct,)
+            self._driver_launch = cupy.cuda.driver.launchKernel
+            self._parameters = np.array([self._args.ctypes.data], np.uintp)  # the one argument's address
+            self._parameters_address = self._parameters.ctypes.data
             cupy.cuda.runtime.deviceSynchronize()  # zeros were queued on whatever stream is current
 
     # ---- device, streams ---------------------------------------------------------------------------------------
@@ -563,16 +627,23 @@ class CupyBackend(CudaBackend):
     # ---- launch ------------------------------------------------------------------------------------------------
 
     def _launch(self, kernel: str, blocks: int, threads: int) -> None:
-        self._functions[kernel]((blocks,), (threads,), self._arguments, 0, self._stream_object())
+        # The driver's own call: CuPy's builds lists of arguments anew, which costs as much again.
+        self._driver_launch(
+            self._functions[kernel], blocks, 1, 1, threads, 1, 1, 0, self._stream, self._parameters_address, 0
+        )
 
 
 @functools.cache
-def _functions(device: int) -> dict[str, Any]:
+def _functions(device: int) -> dict[str, int]:
     """Every kernel, compiled and loaded on one device: a launch must never find work left to do."""
     import cupy
 
     module = cupy.RawModule(code=source(), options=("-std=c++17",))
-    return {name: module.get_function(name).kernel for name in KERNELS}
+    _MODULES.append(module)
+    return {name: module.get_function(name).kernel.ptr for name in KERNELS}
+
+
+_MODULES: list[Any] = []  # a module that has gone takes its kernels along
 
 
 class _Handle:

@@ -17,6 +17,7 @@ from cupaged.interop import (
     host_array,
     is_on_gpu,
     library_of,
+    tensor_vector,
     to_host,
 )
 from cupaged.layout import Kind
@@ -75,6 +76,8 @@ class GpuBackend:
         self._last_stream = -1
         self._last_library = self.library
         self._return_to: int | None = None
+        self._torch_stream: Any = None
+        self._torch_options: dict[str, Any] = {}  # of the output of an op
         self._queue_buffers: list[tuple[Any, int, int]] = []  # (array, address, entries); the last is in use
         self._queue_used = 0
 
@@ -152,9 +155,11 @@ class GpuBackend:
             self._return_to = None
 
     def _current_stream(self, library: str) -> int:
-        if library == "torch":
-            return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(self.index))
-        return self._native_stream()[0]
+        if library != "torch":
+            return self._native_stream()[0]
+        if self._torch_stream is None:
+            self._torch_stream = sys.modules["torch"]._C._cuda_getCurrentRawStream
+        return self._torch_stream(self.index)
 
     def _owner_of_stream(self, library: str) -> Any:
         if library == "torch":
@@ -173,6 +178,9 @@ class GpuBackend:
 
     def vector(self, x: Any, name: str) -> DeviceVector:
         """The argument as the kernels take it; a host array is copied to the device."""
+        found = tensor_vector(x, name, self.index)
+        if found is not None:
+            return found
         if is_on_gpu(x):
             return device_vector(x, name, self.index)
         array = host_array(x, name)
@@ -196,12 +204,19 @@ class GpuBackend:
 
     def output(self, library: str, n: int) -> tuple[Any, int]:
         """New array of n slots in that library, and its address."""
-        if library == "torch":
-            torch = sys.modules["torch"]
+        if library != "torch":
+            return self._empty(n, self.index_dtype)
+        torch = sys.modules["torch"]
+        if not self._torch_options:
             dtype = torch.int64 if self.index_dtype.itemsize == 8 else torch.int32
-            tensor = torch.empty(n, dtype=dtype, device=self.device)
-            return tensor, tensor.data_ptr()
-        return self._empty(n, self.index_dtype)
+            self._torch_options = {"dtype": dtype, "device": torch.device(self.device)}
+        tensor = torch.empty(n, **self._torch_options)
+        return tensor, tensor.data_ptr()
+
+    def handed_out(self, slots: int, n: int) -> DeviceVector:
+        """An op's output as a vector."""
+        size = self.index_dtype.itemsize
+        return slots, size, size // 8, n, None
 
     def given_output(self, out: Any, n: int) -> int:
         """Address of the caller's `out`, checked."""

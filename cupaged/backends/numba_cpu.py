@@ -778,6 +778,38 @@ def map_slots(words, capacity, table, paged, pad_row, rows, prefixes, seqs, out)
     out[at:] = -1
 
 
+# Signed 64-bit products and sums that wrap round: the same bits as unsigned ones.
+GOLDEN, FIRST_FACTOR, SECOND_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+@_part
+def mixed(x):
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * np.int64(FIRST_FACTOR)
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * np.int64(SECOND_FACTOR)
+    return x ^ (x >> 31 & 0x1FFFFFFFF)
+
+
+@_part
+def term(place, value):
+    return mixed(np.int64(value) + np.int64(place + 1) * np.int64(GOLDEN))
+
+
+@_kernel
+def fold_in(pages, words, capacity, entries, where, cells):
+    listed = words[FREE] + words[STAGED]
+    pushed = min(max(0, words[PAGES_FREED] - cells[1]), listed)
+    at = words[HEAD] + (0 if where == FRONT else listed - pushed)
+    total, place = cells[0], 0
+    for entry in entries:
+        total += term(place, entry)
+        place += 1
+    for i in range(pushed):
+        total += term(place, pages[RING, (at + i) % capacity])
+        place += 1
+    total += term(place, words[FREE]) + term(place + 1, words[STAGED]) + term(place + 2, words[SHARED])
+    cells[0], cells[1] = mixed(total), words[PAGES_FREED]
+
+
 _I4, _I8 = types.int32[::1], types.int64[::1]
 _STATE = (types.int32[:, ::1], _I8)
 _TABLE = types.int32[:, :]
@@ -800,6 +832,8 @@ _SIGNATURES: list[tuple[Any, tuple]] = [
     (list_pages, (*_READS, _I8, _I8, _I4, _I4, _I4)),
     (fill_block_table, (*_READS, _I8, _I8, types.int64, types.int32[:, :])),
     (map_slots, (*_READS, _I8, _I8, _I8, _I8)),
+    (fold_in, (*_STATE, types.int64, _I4, types.int64, _I8)),
+    (fold_in, (*_STATE, types.int64, _I8, types.int64, _I8)),
 ]
 
 
@@ -891,6 +925,9 @@ class NumbaBackend(HostBackend):
 
     def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out) -> None:
         map_slots(self.state, self.capacity, table, paged, pad_row, rows, prefix, seq, out)
+
+    def fold(self, entries, where: Where, cells: np.ndarray) -> None:
+        fold_in(self.pages, self.state, self.capacity, entries, int(where), cells)
 
     def retain_pages(self, entries) -> None:
         retain(*self._state(), entries)

@@ -27,6 +27,7 @@ from cupaged.backends.gpu import GpuBackend
 from cupaged.errors import CaptureError
 from cupaged.interop import DeviceTable, DeviceVector, is_on_gpu, library_of, to_host, to_torch
 from cupaged.layout import (
+    DIGEST_CELLS,
     INT32_LARGEST,
     MAIL_WORDS,
     NUM_WORDS,
@@ -1037,6 +1038,47 @@ def map_slots(words, table, rows, prefix, seq, out, n, num_tokens, tables, pad_r
         put(out, entry, slot)
 
 
+# Digests. Signed 64-bit products and sums that wrap round have the same bits as unsigned ones.
+
+
+@_device
+def mixed(x):
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * np.int64(-0x40A7B892E31B1A47)
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * np.int64(-0x6B2FB644ECCEEE15)
+    return x ^ (x >> 31 & 0x1FFFFFFFF)
+
+
+@_device
+def term(place, value):
+    return mixed(np.int64(value) + np.int64(place + 1) * np.int64(-0x61C8864680B583EB))
+
+
+@_kernel(_STATE, _VECTOR, _VECTOR, "int64, int64")
+def fold_digest(pages, words, entries, cells, n, where):
+    sums = cuda.shared.array(THREADS, np.int64)
+    thread = cuda.threadIdx.x
+    listed, freed, capacity = words[FREE] + words[STAGED], words[FREED], words[CAPACITY]
+    pushed = lesser(greater(freed - at(cells, 1), 0), listed)
+    first = words[HEAD] + (0 if where == FRONT else listed - pushed)
+    total = np.int64(0)
+    begin, end = share(n + pushed, thread)
+    for place in range(begin, end):
+        if place < n:
+            total += term(place, at(entries, place))
+        else:
+            total += term(place, pages[RING, (first + place - n) % capacity])
+    sums[thread] = total
+    cuda.syncthreads()
+    if thread == 0:
+        total = at(cells, 0)
+        for k in range(THREADS):
+            total += sums[k]
+        place = n + pushed
+        total += term(place, words[FREE]) + term(place + 1, words[STAGED]) + term(place + 2, words[SHARED])
+        put(cells, 0, mixed(total))
+        put(cells, 1, freed)
+
+
 # The pool as a whole.
 
 
@@ -1246,6 +1288,7 @@ class NumbaCudaBackend(GpuBackend):
         self.flashinfer_tables(table, False, 0, one, one, entry, entry + 8, 1, entry + 16)
         self.block_table(table, False, 0, one, one, 1, (entry, 1, 1, 1, None))
         self.slot_mapping(table, False, 0, one, one, one, 1, entry)
+        self.fold(one, Where.FRONT, entry)
         self.clear(self.capacity)
         cuda.synchronize()
         self.words.copy_to_device(self._constants)
@@ -1562,6 +1605,10 @@ class NumbaCudaBackend(GpuBackend):
             slots = self._entries((out, 8, 1, num_tokens, None))
             blocks = _blocks(-(-num_tokens // THREADS))
             self._launch("map_slots", blocks, self.words, *batch, slots, n, num_tokens, tables, pad_row)
+
+    def fold(self, entries: DeviceVector, where: Where, cells: int) -> None:
+        state = self.pages, self.words, self._entries(entries), self._entries((cells, 8, 1, DIGEST_CELLS, None))
+        self._launch("fold_digest", 1, *state, entries[3], int(where))
 
     def _copy_entries(self, vector: DeviceVector, address: int) -> None:
         n = vector[3]

@@ -14,6 +14,7 @@ from cupaged.layout import (
     SKIPPED_PAGE,
     WHOLE_BATCH,
     Breach,
+    DigestCell,
     Status,
     Where,
     Word,
@@ -320,6 +321,27 @@ class ReferenceBackend(HostBackend):
         else:
             slot = int(table[row, token])
         return slot if 0 <= slot < (self.capacity + 1) * self.page_size else -1
+
+    def fold(self, entries, where: Where, cells: np.ndarray) -> None:
+        w, values = self.words, [int(e) for e in entries]
+        listed = int(w[Word.FREE] + w[Word.STAGED])
+        pushed = min(max(0, int(w[Word.FREED]) - int(cells[DigestCell.FREED_SEEN])), listed)
+        first = int(w[Word.HEAD]) + (0 if where == Where.FRONT else listed - pushed)
+        values += [int(self.free_ring[(first + i) % self.capacity]) for i in range(pushed)]
+        values += [int(w[word]) for word in (Word.FREE, Word.STAGED, Word.SHARED)]
+        total = int(cells[DigestCell.DIGEST])
+        total += sum(self._mixed(value + (place + 1) * 0x9E3779B97F4A7C15) for place, value in enumerate(values))
+        digest = self._mixed(total)
+        cells[DigestCell.DIGEST] = digest - (digest >> 63 << 64)
+        cells[DigestCell.FREED_SEEN] = w[Word.FREED]
+
+    @staticmethod
+    def _mixed(x: int) -> int:
+        """64 bits for 64 bits, one to one: the end of splitmix64."""
+        x &= 0xFFFFFFFFFFFFFFFF
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        return x ^ x >> 31
 
     def retain_pages(self, entries) -> None:
         self._begin()

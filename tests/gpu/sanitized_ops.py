@@ -5,7 +5,8 @@ from typing import ClassVar
 import numpy as np
 
 from cupaged.backends.cupy_raw import KERNELS, CupyBackend
-from tests.test_backends import HANDOFFS, large, play
+from tests import test_digest
+from tests.test_backends import ELSEWHERE, large, play
 
 
 class Recorded(CupyBackend):
@@ -21,5 +22,8 @@ for page_size in (1, 3, 16, 64):
     for _ in range(4):
         play(Recorded, int(rng.integers(2**40)), page_size, steps=25)
 large(Recorded)
-missing = set(KERNELS) - Recorded.seen - {"queue_entries", *HANDOFFS}
+for seed in range(4):
+    test_digest.play(Recorded, seed, (1, 3, 16, 64)[seed], steps=10)
+test_digest.large(Recorded, 2500)
+missing = set(KERNELS) - Recorded.seen - ({"queue_entries", *ELSEWHERE} - {"fold_digest"})
 assert not missing, missing
