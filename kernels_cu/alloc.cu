@@ -159,15 +159,21 @@ __device__ __forceinline__ Outcome outcome_of(
     return {STATUS_OK, BREACH_NONE, WHOLE_BATCH, 0};
 }
 
-// What every thread knows of the pool before an allocation. Lane L of the last warp also holds word L.
+// What every thread knows of the pool before an allocation. The last warp, lane L of which also holds word L, knows
+// what `commit` needs.
 struct Before {
-    i64 head, free, num_pages, word;
+    i64 head, free, num_pages, word, op, staged, error_code, error_op;
 };
 
 __device__ __forceinline__ Before load_before(const Args& a) {
-    Before b = {a.words[HEAD], a.words[FREE], a.words[NUM_PAGES], 0};
+    Before b = {a.words[HEAD], a.words[FREE], a.words[NUM_PAGES], 0, 0, 0, 0, 0};
     const int lane = word_lane();
-    if (lane >= 0 && lane < NUM_WORDS) b.word = a.words[lane];
+    if (lane < 0) return b;
+    b.op = a.words[OP];
+    b.staged = a.words[STAGED];
+    b.error_code = a.words[ERROR_CODE];
+    b.error_op = a.words[ERROR_OP];
+    if (lane < NUM_WORDS) b.word = a.words[lane];
     return b;
 }
 
@@ -176,10 +182,8 @@ __device__ __forceinline__ void commit(const Args& a, const Before& b, const Out
     const int lane = word_lane();
     if (lane < 0) return;
     i64 word = b.word;
-    const i64 staged = __shfl_sync(FULL_WARP, word, STAGED);
-    const i64 op = __shfl_sync(FULL_WARP, word, OP) + 1;
-    const bool told = __shfl_sync(FULL_WARP, word, ERROR_OP) <= a.error_ack;
-    const bool free_to_record = told || __shfl_sync(FULL_WARP, word, ERROR_CODE) == 0;
+    const i64 op = b.op + 1;
+    const bool told = b.error_op <= a.error_ack, free_to_record = told || b.error_code == 0;
     const bool ok = o.status == STATUS_OK;
     if (lane == OP) word = op;
     if (lane == HOST_OP && a.host_op) word = a.host_op;
@@ -193,7 +197,7 @@ __device__ __forceinline__ void commit(const Args& a, const Before& b, const Out
         if (lane == ERROR_VALUE) word = o.value;
     }
     if (ok) {
-        const i64 free = b.free - pages, owned = b.num_pages - free - staged;
+        const i64 free = b.free - pages, owned = b.num_pages - free - b.staged;
         if (lane == FREE) word = free;
         if (lane == HEAD) word = ring_position(a, b.head + pages);
         if (lane == ALLOCATED) word += pages;
@@ -233,39 +237,19 @@ __device__ __noinline__ void find_breach(const Args& a, i64 num_pages, i64 i, Br
 
 // The pages at the front that an allocation gets: in the ring from `first` on, the first `fetched` in shared memory too.
 struct Front {
-    i64 first;
+    u32 first;
     const int* pages;
     int fetched;
     bool take;  // count the owner of a page where its first token is written
 
-    __device__ __forceinline__ int at(const Args& a, i64 rank) const {
-        return rank < fetched ? pages[rank] : a.free_ring[ring_position(a, first + rank)];
-    }
-};
-
-// Of a batch without a table: where tokens of the request that begins at `begin` go. Its token `t - begin` lies in its
-// page `nth`; those below `owned` it had before.
-struct Run {
-    i64 begin, end, pages_before, i;
-    u32 prefix, owned;
-
-    __device__ __forceinline__ Run(const Args& a, i64 i, u32 prefix, i64 begin, i64 end, i64 pages_before)
-        : begin(begin), end(end), pages_before(pages_before), i(i), prefix(prefix) {
-        owned = static_cast<u32>(up_pages(a, prefix));
+    __device__ __forceinline__ int at(const Args& a, u32 rank) const {
+        return rank < static_cast<u32>(fetched) ? pages[rank] : a.free_ring[ring_position(a, first + rank)];
     }
 
-    // The slot of token t, and how many from there on lie in one page.
-    __device__ __forceinline__ i64 slot(const Args& a, const Front& front, i64 t, u32& room) const {
-        const u32 position = prefix + static_cast<u32>(t - begin), nth = full_pages(a, position);
-        const u32 offset = position - nth * static_cast<u32>(a.page_size);
-        room = static_cast<u32>(a.page_size) - offset;
-        if (nth < owned) return a.last.at(i) + 1 + (t - begin);
-        return page_begin(a, front, nth, offset == 0) + offset;
-    }
-
-    __device__ __forceinline__ i64 page_begin(const Args& a, const Front& front, u32 nth, bool first_token) const {
-        const int page = front.at(a, pages_before + (nth - owned));
-        if (front.take && first_token) a.ref_count[page] = 1;
+    // The first slot of that page; where the caller writes it, its owner is counted.
+    __device__ __forceinline__ i64 slot(const Args& a, u32 rank, bool writes_first) const {
+        const int page = at(a, rank);
+        if (take && writes_first) a.ref_count[page] = 1;
         return static_cast<i64>(page) * a.page_size;
     }
 };
@@ -278,29 +262,92 @@ struct alignas(16) FourSlots {
     int x, y, z, w;
 };
 
-// Slots of tokens t to t + 3 of one run, t a multiple of 4; false if they do not lie in it and in at most two pages.
-__device__ __forceinline__ bool write_four(const Args& a, const Front& front, const Run& run, i64 t) {
-    if (t + 4 > run.end || a.page_size < 4 || (reinterpret_cast<u64>(a.out) & 15)) return false;
-    u32 room;
-    i64 s[4];
-    s[0] = run.slot(a, front, t, room);
-    i64 next = 0;
-    if (room < 4) {
-        const u32 nth = full_pages(a, run.prefix + (t - run.begin) + room);
-        next = run.page_begin(a, front, nth, true) - room;
-    }
-#pragma unroll
-    for (u32 k = 1; k < 4; ++k) s[k] = (k < room ? s[0] : next) + k;
+// Tokens whose slots fill 16 bytes: what a thread stores at once, next to its neighbours' lanes, since a store of less
+// than 32 bytes in one place costs as much as one of 32.
+__device__ __forceinline__ u32 tokens_at_once(const Args& a) { return a.wide_out ? 2 : 4; }
+
+// Slots s, s + 1 and so on, of which those from `room` on lie at `next`, to the output from t on.
+__device__ __forceinline__ void put_at_once(const Args& a, u32 t, i64 s, u32 room, i64 next) {
     if (a.wide_out) {
-        TwoSlots* out = reinterpret_cast<TwoSlots*>(reinterpret_cast<i64*>(a.out) + t);
-        out[0] = {s[0], s[1]};
-        out[1] = {s[2], s[3]};
-    } else {
-        *reinterpret_cast<FourSlots*>(reinterpret_cast<int*>(a.out) + t) = {
-            static_cast<int>(s[0]), static_cast<int>(s[1]), static_cast<int>(s[2]), static_cast<int>(s[3])
-        };
+        *reinterpret_cast<TwoSlots*>(reinterpret_cast<i64*>(a.out) + t) = {s, room > 1 ? s + 1 : next + 1};
+        return;
     }
-    return true;
+    int slots[4];
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k) slots[k] = static_cast<int>((k < room ? s : next) + k);
+    *reinterpret_cast<FourSlots*>(reinterpret_cast<int*>(a.out) + t) = {slots[0], slots[1], slots[2], slots[3]};
+}
+
+// The plan of requests `low` to `low + count - 1` of a batch without a table. Their tokens end where `begins[count]`
+// says.
+struct Planned {
+    const int *begins, *pages_before;
+    u32 low, count;
+
+    // Where the tokens begin that go to new pages.
+    __device__ __forceinline__ u32 begins_new(const Args& a, u32 i) const {
+        const u32 used = offset_of(a, a.prefix.given(low + i));
+        return begins[i] + (used == 0 ? 0 : static_cast<u32>(a.page_size) - used);
+    }
+};
+
+// Slots of tokens t to `end`, one by one, and `refused_slot` for those that are not granted; `i` is the request of t.
+__device__ __forceinline__ void write_each(
+    const Args& a, const Front& front, const Planned& plan, u32 granted, u32 i, u32 t, u32 end
+) {
+    for (; t < end; ++t) {
+        if (t >= granted) {
+            put_slot(a, t, a.refused_slot);
+            continue;
+        }
+        while (t >= static_cast<u32>(plan.begins[i + 1])) ++i;
+        const u32 begins_new = plan.begins_new(a, i);
+        if (t < begins_new) {
+            put_slot(a, t, a.last.given(plan.low + i) + 1 + (t - plan.begins[i]));
+        } else {
+            const u32 nth = full_pages(a, t - begins_new), offset = offset_of(a, t - begins_new);
+            put_slot(a, t, front.slot(a, plan.pages_before[i] + nth, offset == 0) + offset);
+        }
+    }
+}
+
+// A warp's part of the tokens from `begin` to `end`: rows that lie together, so that few of its tokens are another
+// request's than the ones before. It takes a division: best asked for while something else is on its way.
+struct Part {
+    u32 begin, end;
+};
+
+__device__ __forceinline__ Part part_of(const Args& a, u32 begin, u32 end, u32 warp, u32 warps) {
+    const u32 row = 32 * tokens_at_once(a), rows = (end - begin + row - 1) / row;
+    const u64 chunk = row * ((rows + warps - 1) / warps), from = begin + chunk * warp;
+    if (from >= end) return {end, end};
+    return {static_cast<u32>(from), from + chunk < end ? static_cast<u32>(from + chunk) : end};
+}
+
+// Slots of a part of the tokens, which begins at a multiple of 4.
+__device__ __forceinline__ void write_tokens(
+    const Args& a, const Front& front, const Planned& plan, u32 granted, const Part& part
+) {
+    const u32 size = a.page_size, many = tokens_at_once(a), end = part.end;
+    const bool at_once = size >= many && !(reinterpret_cast<u64>(a.out) & 15);
+    u32 begins_new = 1, next = 0, pages_before = 0;
+    for (u32 t = part.begin + many * (threadIdx.x & 31); t < end; t += 32 * many) {
+        if (t < begins_new || t + many > next) {
+            const u32 i = t < granted ? request_of(plan.begins, t, 0u, plan.count - 1) : 0;
+            if (t < granted && at_once) {
+                begins_new = plan.begins_new(a, i);
+                next = plan.begins[i + 1];
+                pages_before = plan.pages_before[i];
+            }
+            if (t < begins_new || t + many > next) {
+                write_each(a, front, plan, granted, i, t, end - t < many ? end : t + many);
+                continue;
+            }
+        }
+        const u32 nth = full_pages(a, t - begins_new), offset = t - begins_new - nth * size, room = size - offset;
+        const i64 first = front.slot(a, pages_before + nth, offset == 0) + offset;
+        put_at_once(a, t, first, room, room < many ? front.slot(a, pages_before + nth + 1, true) - room : 0);
+    }
 }
 
 // The slot of token j of a request.
@@ -308,9 +355,7 @@ __device__ __forceinline__ i64 slot_of(const Args& a, const Request& r, const Fr
     const i64 old_tokens = old_page_tokens(a, r);
     if (j < old_tokens) return r.last + 1 + j;
     const i64 k = j - old_tokens, offset = offset_of(a, k);
-    const int page = front.at(a, pages_before + full_pages(a, k));
-    if (front.take && offset == 0) a.ref_count[page] = 1;
-    return static_cast<i64>(page) * a.page_size + offset;
+    return front.slot(a, static_cast<u32>(pages_before) + full_pages(a, k), offset == 0) + offset;
 }
 
 // Writes a token's slot, or the page that it begins, to the request's table row.
@@ -352,63 +397,9 @@ __device__ __forceinline__ u64 take_ticket(u64* ticket, u64 value) {
 #endif
 }
 
-// What the last block to come finds: its own breaches and the other blocks'. False in all blocks before; what they
-// wrote and read is then behind the last.
-__device__ __forceinline__ bool last_block(const Args& a, Breaches& breaches) {
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u64 mine = 1;
-        if (breaches.first != NO_BREACH) {
-            mine += 1ULL << 32;
-            atomicMin(&a.words[BREACH], breaches.first);
-            if (breaches.refused) add_word(a, PLAN_REFUSED, 1);
-        }
-        const u64 before = take_ticket(reinterpret_cast<u64*>(&a.words[TICKET]), mine);
-        last = static_cast<u32>(before) + 1 == gridDim.x;
-        if (last && (before + mine) >> 32) breaches = {word_now(a, BREACH), word_now(a, PLAN_REFUSED) != 0};
-    }
-    __syncthreads();
-    return last;
-}
-
-// Ends an op whose blocks have written their slots as if no other block would find a breach. State that the others
-// validate against, reference counts too, changes only here.
-__device__ __forceinline__ void conclude(const Args& a, const Before& b, Breaches& breaches, i64 pages, i64 tokens) {
-    int page = 0;
-    if (threadIdx.x < pages && pages <= b.free) page = a.free_ring[ring_position(a, b.head + threadIdx.x)];
-    if (!last_block(a, breaches)) return;
-    const Outcome o = outcome_of(a, b.free, pages, tokens, breaches.first, breaches.refused);
-    commit(a, b, o, pages, tokens);
-    if (o.status == STATUS_OK) {
-        if (threadIdx.x < pages) a.ref_count[page] = 1;
-        for (i64 k = threadIdx.x + blockDim.x; k < pages; k += blockDim.x)
-            a.ref_count[a.free_ring[ring_position(a, b.head + k)]] = 1;
-    } else if (breaches.first != NO_BREACH) {  // of which not every block knew
-        for (i64 t = threadIdx.x; t < a.num_tokens; t += blockDim.x) put_slot(a, t, a.refused_slot);
-    }
-}
-
-// Decode, a request a thread, in one launch. One block knows all before it writes. Several (WIDE) read all lengths,
-// each for itself, and write as if the others found no breach: `conclude` takes it back. No table then, whose cells
-// could not be taken back, and `out` must not be an argument.
-template <bool TABLE, bool WIDE>
-__device__ __forceinline__ void decode(const Args& a) {
-    __shared__ int pages[PLAN_THREADS], takers[32], takers_before[32], takers_elsewhere[32];
-    __shared__ Breaches breaches;
-    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, warps = blockDim.x >> 5;
-    const i64 base = WIDE ? static_cast<i64>(blockIdx.x) * PLAN_THREADS : 0, i = base + thread;
-    const bool mine = i < a.n;
-
-    // All that needs no answer is asked for first, without a branch: the batch is not empty.
-    const i64 at = mine ? i : 0;
-    const i64 seq = a.seq.given(at), entry = TABLE ? a.rows.given(at) : a.last.given(at);
-    const Before b = load_before(a);
-    begin_breaches(breaches);
-    const int fetched = WIDE ? 0 : blockDim.x < a.capacity ? blockDim.x : a.capacity;
-    int front = 0;
-    if (thread < fetched) front = a.free_ring[ring_position(a, b.head + thread)];
-
+// A decode's request from its entries; the last slot of one with a table is not looked up.
+template <bool TABLE>
+__device__ __forceinline__ Request decode_request(const Args& a, i64 seq, i64 entry) {
     Request r = {seq - (seq > -INT32_LARGEST), seq, entry, entry, false};
     if (TABLE) {
         r.padding = entry == a.pad_row;
@@ -416,78 +407,179 @@ __device__ __forceinline__ void decode(const Args& a) {
         r.seq = r.padding ? 1 : seq < INT32_LARGEST + 1LL ? seq + 1 : seq;
         r.last = -1;
     }
-    const bool fine = is_fine<TABLE>(a, b.num_pages, r) || !mine;
-    // whatever else is wrong with it: a quiet launch tells of a short pool first
-    const bool takes = mine && !r.padding && lengths_hold(r.prefix, r.seq) && offset_of(a, r.prefix) == 0;
-    const u32 taking = __ballot_sync(FULL_WARP, takes);
+    return r;
+}
 
-    if (WIDE) {
-        int earlier = 0, elsewhere = 0;
-#pragma unroll 4
-        for (i64 j = thread; j < a.n; j += PLAN_THREADS) {
-            const i64 other = a.seq.given(j);
-            const int taken = other > 0 && other <= INT32_LARGEST && offset_of(a, other - 1) == 0;
-            if (j < base)
-                earlier += taken;
-            else if (j >= base + PLAN_THREADS)
-                elsewhere += taken;
+// Whether a decode's request begins a page, whatever else is wrong with it: a quiet launch tells of a short pool first.
+__device__ __forceinline__ bool begins_page(const Args& a, const Request& r) {
+    return !r.padding && lengths_hold(r.prefix, r.seq) && offset_of(a, r.prefix) == 0;
+}
+
+// Writes a decode's slot: at the begin of `page`, where the request takes one.
+template <bool TABLE>
+__device__ __forceinline__ void write_decoded(
+    const Args& a, const Outcome& o, const Request& r, i64 i, bool takes, int page
+) {
+    i64 slot = r.last + 1;
+    if (o.status != STATUS_OK) {
+        slot = a.refused_slot;
+    } else if (TABLE && r.padding) {
+        slot = 0;
+    } else {
+        if (takes) {
+            a.ref_count[page] = 1;
+            slot = static_cast<i64>(page) * a.page_size;
         }
-        earlier = warp_sum(earlier);
-        elsewhere = warp_sum(elsewhere);
-        if (lane == 0) {
-            takers_before[warp] = earlier;
-            takers_elsewhere[warp] = earlier + elsewhere;
-        }
+        if (TABLE) write_cell(a, r, r.prefix, slot);
     }
+    put_slot(a, i, slot);
+}
+
+// Decode by one block, a request a thread.
+template <bool TABLE>
+__device__ __forceinline__ void decode(const Args& a) {
+    __shared__ int pages[PLAN_THREADS], takers[32];
+    __shared__ Breaches breaches;
+    const int i = threadIdx.x, lane = i & 31, warp = i >> 5, warps = blockDim.x >> 5;
+    const bool mine = i < a.n;
+
+    // All that needs no answer is asked for first, without a branch: the batch is not empty.
+    const i64 at = mine ? i : 0;
+    const i64 seq = a.seq.given(at), entry = TABLE ? a.rows.given(at) : a.last.given(at);
+    const Before b = load_before(a);
+    begin_breaches(breaches);
+    const int fetched = blockDim.x < a.capacity ? blockDim.x : a.capacity;
+    int front = 0;
+    if (i < fetched) front = a.free_ring[ring_position(a, b.head + i)];
+
+    Request r = decode_request<TABLE>(a, seq, entry);
+    const bool fine = is_fine<TABLE>(a, b.num_pages, r) || !mine;
+    const bool takes = mine && begins_page(a, r);
+    const u32 taking = __ballot_sync(FULL_WARP, takes);
     if (lane == 0) takers[warp] = __popc(taking);
-    if (thread < fetched) pages[thread] = front;
+    if (i < fetched) pages[i] = front;
     const bool odd = __syncthreads_or(!fine);
 
-    int before = __popc(taking & ((1u << lane) - 1));
     const int here = lane < warps ? takers[lane] : 0;
-    i64 total = warp_sum(here);
-    before += warp_sum(lane < warp ? here : 0);
-    if (WIDE) {
-        before += warp_sum(takers_before[lane]);
-        total += warp_sum(takers_elsewhere[lane]);
-    }
+    const i64 total = warp_sum(here);
+    const int before = __popc(taking & ((1u << lane) - 1)) + warp_sum(lane < warp ? here : 0);
     if (odd) {
         if (!fine) find_breach(a, b.num_pages, i, breaches);
         __syncthreads();
     }
     const Outcome o = outcome_of(a, b.free, total, a.n, breaches.first, breaches.refused);
     if (odd) __syncthreads();  // all have read the offending value, before `out`, which may be last_loc, is written
-    if (!WIDE) commit(a, b, o, total, a.n);
-    if (mine) {
-        i64 slot = r.last + 1;
-        if (o.status != STATUS_OK) {
-            slot = a.refused_slot;
-        } else if (TABLE && r.padding) {
-            slot = 0;
-        } else {
-            if (takes) {
-                const int page = WIDE ? a.free_ring[ring_position(a, b.head + before)] : pages[before];
-                if (!WIDE) a.ref_count[page] = 1;
-                slot = static_cast<i64>(page) * a.page_size;
-            }
-            if (TABLE) write_cell(a, r, r.prefix, slot);
-        }
-        put_slot(a, i, slot);
-    }
-    if (WIDE) conclude(a, b, breaches, total, a.n);
+    commit(a, b, o, total, a.n);
+    if (mine) write_decoded<TABLE>(a, o, r, i, takes, takes ? pages[before] : 0);
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) decode_small(const __grid_constant__ Args a) {
-    decode<false, false>(a);
+    decode<false>(a);
 }
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) decode_step_small(const __grid_constant__ Args a) {
-    decode<true, false>(a);
+    decode<true>(a);
 }
 
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) decode_wide(const __grid_constant__ Args a) {
-    decode<false, true>(a);
+#ifdef CLUSTERS
+// Of a batch that blocks of a cluster validated in shares: all that they found, each thread's own being known from
+// `fine`. Their shared memory may be left behind a `cluster_sync`.
+__device__ __forceinline__ Breaches breaches_in_cluster(
+    const Args& a, i64 num_pages, u32 base, u32 end, bool fine, Breaches& breaches
+) {
+    if (!fine)
+        for (u32 i = base + threadIdx.x; i < end; i += blockDim.x) find_breach(a, num_pages, i, breaches);
+    cluster_sync();
+    Breaches found = {NO_BREACH, 0};
+    for (u32 k = 0; k < gridDim.x; ++k) {
+        const Breaches* other = static_cast<Breaches*>(__cluster_map_shared_rank(&breaches, k));
+        if (other->first < found.first) found.first = other->first;
+        found.refused |= other->refused;
+    }
+    return found;
 }
+
+constexpr int MOST_ROUNDS = 8;  // requests a thread
+constexpr int ODD = 1 << 30;
+
+// Decode by a cluster, which is the whole grid: each block has a share of the batch, thread after thread, round after
+// round, and tells the others how many pages it takes and whether it found a breach.
+template <bool TABLE>
+__device__ __forceinline__ void decode_in_cluster(const Args& a) {
+    __shared__ int takers[32 * MOST_ROUNDS];
+    __shared__ Exchange exchange;
+    __shared__ Breaches breaches;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const u32 n = static_cast<u32>(a.n), rank = blockIdx.x, share = (n + gridDim.x - 1) / gridDim.x;
+    const u32 base = share * rank, end = base + share < n ? base + share : n;
+
+    exchange.begin();
+    begin_breaches(breaches);
+    const Before b = load_before(a);
+    bool fine = true;
+    u32 taken = 0;  // a bit for each of the thread's requests
+    int rounds = 0;
+    Request r;
+#pragma unroll 2
+    for (u32 first = base; first < end; first += blockDim.x, ++rounds) {
+        const bool mine = first + threadIdx.x < end;
+        const i64 at = mine ? first + threadIdx.x : base;
+        r = decode_request<TABLE>(a, a.seq.given(at), TABLE ? a.rows.given(at) : a.last.given(at));
+        fine = (is_fine<TABLE>(a, b.num_pages, r) || !mine) && fine;
+        const bool takes = mine && begins_page(a, r);
+        taken |= static_cast<u32>(takes) << rounds;
+        const u32 taking = __ballot_sync(FULL_WARP, takes);
+        if (lane == 0) takers[rounds * warps + warp] = __popc(taking);
+    }
+    exchange.open();
+    const bool odd = __syncthreads_or(!fine);
+    if (warp == 0) {
+        int sum = 0;
+        for (int k = lane; k < rounds * warps; k += 32) sum += takers[k];
+        exchange.tell(warp_sum(sum) | (odd ? ODD : 0));
+    }
+    exchange.hear();
+
+    const int theirs = lane < gridDim.x ? exchange.told[lane] : 0, takes_there = theirs & (ODD - 1);
+    const i64 total = warp_sum(takes_there);
+    u32 before = warp_sum(lane < rank ? takes_there : 0);
+    const bool trouble = __any_sync(FULL_WARP, theirs & ODD);
+    Breaches found = {NO_BREACH, 0};
+    if (trouble) found = breaches_in_cluster(a, b.num_pages, base, end, fine, breaches);
+    const Outcome o = outcome_of(a, b.free, total, n, found.first, found.refused);
+    if (trouble) cluster_sync();  // all have read the offending value, before `out`, which may be last_loc, is written
+    if (rank == gridDim.x - 1) commit(a, b, o, total, n);
+
+    const int last_round = rounds - 1;
+    rounds = 0;
+    for (u32 first = base; first < end; first += blockDim.x, ++rounds) {
+        const u32 i = first + threadIdx.x;
+        const bool takes = taken >> rounds & 1;
+        const u32 taking = __ballot_sync(FULL_WARP, takes);
+        const int here = lane < warps ? takers[rounds * warps + lane] : 0;
+        const u32 mine = before + warp_sum(lane < warp ? here : 0) + __popc(taking & ((1u << lane) - 1));
+        before += warp_sum(here);
+        if (i >= end) continue;
+        Request q = r;  // of the last round
+        if (rounds < last_round) {
+            q = decode_request<TABLE>(a, a.seq.given(i), TABLE ? a.rows.given(i) : a.last.given(i));
+            if (TABLE && o.status == STATUS_OK && !takes && !q.padding) q.last = last_in_table(a, q.row, q.prefix);
+        }
+        const bool granted = takes && o.status == STATUS_OK;
+        write_decoded<TABLE>(a, o, q, i, takes, granted ? a.free_ring[ring_position(a, b.head + mine)] : 0);
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__(PLAN_THREADS)
+    decode_cluster(const __grid_constant__ Args a) {
+    decode_in_cluster<false>(a);
+}
+
+extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__(PLAN_THREADS)
+    decode_step_cluster(const __grid_constant__ Args a) {
+    decode_in_cluster<true>(a);
+}
+#endif
 
 // Tokens of an extend are cut to one too many, and pages with them: sums of what is cut stay below 2**32, and a batch
 // with too many is found out by its sum.
@@ -508,34 +600,15 @@ __device__ __noinline__ void sum_lengths(const Args& a, i64& pages, i64& tokens)
     block_exclusive(my_pages, my_tokens, carry, pages, tokens);
 }
 
-// Slots of tokens t to t + 3, and `refused_slot` for those that are not granted, of a batch without a table, whose
-// requests begin at `begins`.
-__device__ __forceinline__ void write_tokens(
-    const Args& a, const Front& front, const int* begins, const int* pages_before, i64 granted, i64 t
-) {
-    i64 i = t < granted ? request_of(begins, t, 0, a.n - 1) : 0;
-    for (i64 k = t; k < t + 4 && k < a.num_tokens; ++k) {
-        if (k >= granted) {
-            put_slot(a, k, a.refused_slot);
-            continue;
-        }
-        while (i + 1 < a.n && begins[i + 1] <= k) ++i;
-        const u32 prefix = static_cast<u32>(a.prefix.given(i));
-        const Run run(a, i, prefix, begins[i], i + 1 < a.n ? begins[i + 1] : granted, pages_before[i]);
-        if (k == t && write_four(a, front, run, t)) return;
-        u32 room;
-        put_slot(a, k, run.slot(a, front, k, room));
-    }
-}
-
 // Extend by one block, a request a thread: the whole of it (WRITE), or only the plan, for `write_slots`.
 template <bool TABLE, bool WRITE>
 __device__ __forceinline__ void extend(const Args& a) {
-    __shared__ int begins[PLAN_THREADS], pages_before[PLAN_THREADS], pages[PLAN_THREADS];
+    __shared__ int begins[PLAN_THREADS + 1], pages_before[PLAN_THREADS], pages[PLAN_THREADS];
     __shared__ i64 carry[32];
     __shared__ Breaches breaches;
     const int i = threadIdx.x;
     const bool mine = i < a.n;
+    const Part part = part_of(a, 0, static_cast<u32>(a.num_tokens), i >> 5, blockDim.x >> 5);
 
     const i64 at = mine ? i : 0;
     const i64 prefix = TABLE ? a.prefix.at(at) : a.prefix.given(at), seq = TABLE ? a.seq.at(at) : a.seq.given(at);
@@ -552,6 +625,7 @@ __device__ __forceinline__ void extend(const Args& a) {
     const i64 before = block_exclusive(mine ? pages_and_tokens(a, r) : 0, carry, all);
     begins[i] = static_cast<int>(before & 0xffffffffLL);
     pages_before[i] = static_cast<int>(before >> 32);
+    if (i + 1 == blockDim.x) begins[i + 1] = static_cast<int>(all & 0xffffffffLL);
     const bool odd = __syncthreads_or(!fine);
     if (odd) {
         if (!fine) find_breach(a, b.num_pages, i, breaches);
@@ -563,22 +637,23 @@ __device__ __forceinline__ void extend(const Args& a) {
     if (odd) __syncthreads();  // all have read the offending value, before the table is written
     commit(a, b, o, total, tokens);
     const i64 granted = o.status == STATUS_OK ? tokens : 0;
-    const Front front = {b.head, pages, fetched, true};
+    const Front front = {static_cast<u32>(b.head), pages, fetched, true};
     if constexpr (!WRITE) {
         if (mine) {
             a.plan_tokens[i] = begins[i];
             a.plan_pages[i] = pages_before[i];
         }
+        if (i == 0) a.plan_tokens[a.n] = static_cast<int>(tokens);
     } else if constexpr (!TABLE) {
-        for (i64 t = 4 * i; t < a.num_tokens; t += 4 * blockDim.x)
-            write_tokens(a, front, begins, pages_before, granted, t);
+        const Planned plan = {begins, pages_before, 0, static_cast<u32>(a.n)};
+        write_tokens(a, front, plan, static_cast<u32>(granted), part);
     } else {
         for (i64 t = i; t < a.num_tokens; t += blockDim.x) {
             if (t >= granted) {
                 put_slot(a, t, a.refused_slot);
                 continue;
             }
-            const i64 k = request_of(begins, t, 0, a.n - 1), j = t - begins[k];
+            const i64 k = request_of<i64>(begins, t, 0, a.n - 1), j = t - begins[k];
             const Request q = load_request(a, k);
             write_token(a, t, q, j, q.padding ? 0 : slot_of(a, q, front, pages_before[k], j));
         }
@@ -597,52 +672,67 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_small(const __gr
     extend<false, false>(a);
 }
 
-// Extend without a table in one launch, up to SCAN_REQUESTS requests, a tile of the output a block. As in `decode`,
-// each block plans the whole batch, validates a share of it and writes as if all went well.
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_wide(const __grid_constant__ Args a) {
-    __shared__ int begins[SCAN_REQUESTS], pages_before[SCAN_REQUESTS];
+#ifdef CLUSTERS
+// Extend by a cluster, a tile of the output a block, up to SCAN_REQUESTS requests: each block plans the whole batch for
+// itself, since any of it may lie in its tile, and validates a share.
+extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__(PLAN_THREADS)
+    extend_cluster(const __grid_constant__ Args a) {
+    __shared__ int begins[SCAN_REQUESTS + 1], pages_before[SCAN_REQUESTS];
     __shared__ i64 carry[32];
+    __shared__ Exchange exchange;
     __shared__ Breaches breaches;
-    const i64 share = (a.n + gridDim.x - 1) / gridDim.x, from = share * blockIdx.x;
-    const i64 to = from + share < a.n ? from + share : a.n;
-    const Before b = load_before(a);
+    const u32 n = static_cast<u32>(a.n), rank = blockIdx.x, share = (n + gridDim.x - 1) / gridDim.x;
+    const u32 base = share * rank, end = base + share < n ? base + share : n;
+
+    exchange.begin();
     begin_breaches(breaches);
-#pragma unroll 2
-    for (i64 i = threadIdx.x; i < a.n; i += blockDim.x) {
+    const Before b = load_before(a);
+    const Part part = part_of(
+        a, 0, static_cast<u32>(a.num_tokens), (rank * blockDim.x + threadIdx.x) >> 5, (blockDim.x * gridDim.x) >> 5
+    );
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
         const i64 sums = pages_and_tokens(a, {a.prefix.given(i), a.seq.given(i), -1, 0, false});
         begins[i] = static_cast<int>(sums & 0xffffffffLL);
         pages_before[i] = static_cast<int>(sums >> 32);
     }
     bool fine = true;
-    for (i64 i = from + threadIdx.x; i < to; i += blockDim.x) {
+    for (u32 i = base + threadIdx.x; i < end; i += blockDim.x) {
         Request r = {a.prefix.given(i), a.seq.given(i), a.last.given(i), 0, false};
         fine = is_fine<false>(a, b.num_pages, r) && fine;
     }
     __syncthreads();
-    const int each = static_cast<int>((a.n + blockDim.x - 1) / blockDim.x), first = threadIdx.x * each;
+    const u32 each = (n + blockDim.x - 1) / blockDim.x, first = threadIdx.x * each;
     i64 sums = 0;
-    for (int i = first; i < first + each && i < a.n; ++i)
+    for (u32 i = first; i < first + each && i < n; ++i)
         sums += static_cast<i64>(pages_before[i]) << 32 | static_cast<u32>(begins[i]);
     i64 all, before = block_exclusive(sums, carry, all);
-    for (int i = first; i < first + each && i < a.n; ++i) {
+    for (u32 i = first; i < first + each && i < n; ++i) {
         const i64 mine = static_cast<i64>(pages_before[i]) << 32 | static_cast<u32>(begins[i]);
         begins[i] = static_cast<int>(before & 0xffffffffLL);
         pages_before[i] = static_cast<int>(before >> 32);
         before += mine;
     }
-    if (__syncthreads_or(!fine)) {
-        if (!fine)
-            for (i64 i = from + threadIdx.x; i < to; i += blockDim.x) find_breach(a, b.num_pages, i, breaches);
-        __syncthreads();
-    }
+    if (threadIdx.x == 0) begins[n] = static_cast<int>(all & 0xffffffffLL);
+    exchange.open();
+    const bool odd = __syncthreads_or(!fine);
+    if (threadIdx.x < 32) exchange.tell(odd);
+    exchange.hear();
+
+    const u32 lane = threadIdx.x & 31;
+    const bool trouble = __any_sync(FULL_WARP, lane < gridDim.x && exchange.told[lane]);
+    Breaches found = {NO_BREACH, 0};
+    if (trouble) found = breaches_in_cluster(a, b.num_pages, base, end, fine, breaches);
     i64 total = all >> 32, tokens = all & 0xffffffffLL;
     if (tokens > a.num_tokens) sum_lengths(a, total, tokens);
-    const Outcome o = outcome_of(a, b.free, total, tokens, breaches.first, breaches.refused);
-    const Front front = {b.head, nullptr, 0, false};
-    const i64 t = 4 * (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x);
-    write_tokens(a, front, begins, pages_before, o.status == STATUS_OK ? tokens : 0, t);
-    conclude(a, b, breaches, total, tokens);
+    const Outcome o = outcome_of(a, b.free, total, tokens, found.first, found.refused);
+    if (trouble) cluster_sync();
+    if (rank == gridDim.x - 1) commit(a, b, o, total, tokens);
+    const Front front = {static_cast<u32>(b.head), nullptr, 0, true};
+    const u32 granted = o.status == STATUS_OK ? static_cast<u32>(tokens) : 0;
+    write_tokens(a, front, {begins, pages_before, 0, n}, granted, part);
 }
+#endif
 
 // What a block finds out about its share of the batch, one request a thread.
 struct Share {
@@ -686,6 +776,26 @@ __device__ __forceinline__ Share plan_share(const Args& a, i64 num_pages, i64 ba
     return share;
 }
 
+// What the last block to come finds: its own breaches and the other blocks'. False in all blocks before; what they
+// wrote and read is then behind the last.
+__device__ __forceinline__ bool last_block(const Args& a, Breaches& breaches) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u64 mine = 1;
+        if (breaches.first != NO_BREACH) {
+            mine += 1ULL << 32;
+            atomicMin(&a.words[BREACH], breaches.first);
+            if (breaches.refused) add_word(a, PLAN_REFUSED, 1);
+        }
+        const u64 before = take_ticket(reinterpret_cast<u64*>(&a.words[TICKET]), mine);
+        last = static_cast<u32>(before) + 1 == gridDim.x;
+        if (last && (before + mine) >> 32) breaches = {word_now(a, BREACH), word_now(a, PLAN_REFUSED) != 0};
+    }
+    __syncthreads();
+    return last;
+}
+
 // A block for each 1,024 requests; the last one to add its sums decides for all.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_requests(const __grid_constant__ Args a) {
     __shared__ Breaches breaches;
@@ -707,93 +817,102 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) plan_requests(const _
     }
     const Outcome o = outcome_of(a, b.free, share.pages, share.tokens, breaches.first, breaches.refused);
     commit(a, b, o, share.pages, share.tokens);
+    if (word_lane() == 0) a.plan_tokens[a.n] = static_cast<int>(share.tokens);
 }
 
 // Last request that begins at or before `token`: all threads of the block look at once, each at the end of its share
 // of what is left, since a binary search would be a chain of loads.
-__device__ __forceinline__ i64 request_of_block(const Args& a, i64 token) {
-    i64 low = 0, count = a.n;
+__device__ __forceinline__ u32 request_of_block(const Args& a, u32 token) {
+    u32 low = 0, count = static_cast<u32>(a.n);
     while (count > 1) {
-        const i64 share = (count + blockDim.x - 1) / blockDim.x;
-        const i64 at = low + share * threadIdx.x;
-        const int begun = __syncthreads_count(share * threadIdx.x < count && a.plan_tokens[at] <= token);
-        const i64 skipped = share * (begun - 1);  // request `low` has always begun
+        const u32 share = (count + blockDim.x - 1) / blockDim.x, at = share * threadIdx.x;
+        const int begun = __syncthreads_count(at < count && static_cast<u32>(a.plan_tokens[low + at]) <= token);
+        const u32 skipped = share * (begun - 1);  // request `low` has always begun
         low += skipped;
         count = count - skipped < share ? count - skipped : share;
     }
     return low;
 }
 
-// A tile of the output a block, so that one long request is spread over the whole GPU. Its tokens belong to request
-// `low` and later ones, of which the next TILE_REQUESTS are looked up in shared memory.
+// What a plan in global memory has granted.
+struct Granted {
+    Front front;
+    u32 tokens;
+};
+
+__device__ __forceinline__ Granted load_granted(const Args& a) {
+    const i64 first = a.words[FIRST], tokens = a.words[TOKENS], ok = a.words[OK];
+    return {{static_cast<u32>(first), nullptr, 0, true}, ok ? static_cast<u32>(tokens) : 0};
+}
+
+// Requests of a tile of the output that are looked up in shared memory: `low` and later ones, for `begin` and later
+// tokens.
 constexpr int TILE_REQUESTS = 2 * WRITE_THREADS;
 
 struct Tile {
-    i64 begin, granted, low, high;
+    u32 low, count;
+    bool all;  // the batch ends with them
 
-    __device__ __forceinline__ Tile(const Args& a, i64 tokens) : begin(blockIdx.x * tokens), low(0), high(a.n - 1) {
-        granted = a.words[OK] ? a.words[TOKENS] : 0;
-        if (a.n <= TILE_REQUESTS) return;
-        if (begin < granted) low = request_of_block(a, begin);
-        if (low + TILE_REQUESTS <= high) high = low + TILE_REQUESTS - 1;
-    }
-
-    __device__ __forceinline__ i64 request(const Args& a, const int* begins, i64 token) const {
-        const i64 i = low + request_of(begins, token, 0, high - low);
-        return i == high && high < a.n - 1 ? request_of(a.plan_tokens, token, high, a.n - 1) : i;
+    __device__ __forceinline__ Tile(const Args& a, u32 begin, u32 granted) : low(0) {
+        const u32 n = static_cast<u32>(a.n);
+        if (n > TILE_REQUESTS && begin < granted) low = request_of_block(a, begin);
+        all = n - low <= TILE_REQUESTS;
+        count = all ? n - low : TILE_REQUESTS;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const __grid_constant__ Args a) {
-    __shared__ int begins[TILE_REQUESTS], pages_before[TILE_REQUESTS];
-    __shared__ u32 prefixes[TILE_REQUESTS];
-    const Front front = {a.words[FIRST], nullptr, 0, true};
-    const Tile tile(a, 4 * WRITE_THREADS);
-    for (i64 i = tile.low + threadIdx.x; i <= tile.high; i += WRITE_THREADS) {
-        begins[i - tile.low] = a.plan_tokens[i];
-        pages_before[i - tile.low] = a.plan_pages[i];
-        prefixes[i - tile.low] = static_cast<u32>(a.prefix.given(i));
-    }
-    __syncthreads();
-    const i64 t = tile.begin + 4 * threadIdx.x;
-    for (i64 k = t; k < t + 4 && k < a.num_tokens; ++k) {
-        if (k >= tile.granted) {
-            put_slot(a, k, a.refused_slot);
-            continue;
-        }
-        const i64 i = tile.request(a, begins, k), at = i - tile.low, next = i + 1;
-        i64 end = tile.granted;
-        if (next < a.n) end = next <= tile.high ? begins[at + 1] : a.plan_tokens[next];
-        const bool near = i <= tile.high;
-        const Run run(
-            a, i, near ? prefixes[at] : static_cast<u32>(a.prefix.given(i)), near ? begins[at] : a.plan_tokens[i], end,
-            near ? pages_before[at] : a.plan_pages[i]
-        );
-        if (k == t && write_four(a, front, run, t)) break;
-        u32 room;
-        put_slot(a, k, run.slot(a, front, k, room));
-    }
+// Tokens of a batch of which a tile's requests are only a part.
+__device__ __noinline__ void write_far_tokens(const Args& a, const Granted& granted, u32 begin, u32 end) {
+    const Planned plan = {a.plan_tokens, a.plan_pages, 0, static_cast<u32>(a.n)};
+    const Part part = part_of(a, begin, end, threadIdx.x >> 5, WRITE_THREADS >> 5);
+    write_tokens(a, granted.front, plan, granted.tokens, part);
 }
 
-// The same for steps, which write a table, and for decodes.
+// A tile of the output a block, so that one long request is spread over the whole GPU.
+extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const __grid_constant__ Args a) {
+    __shared__ int begins[TILE_REQUESTS + 1], pages_before[TILE_REQUESTS];
+    const u32 num_tokens = static_cast<u32>(a.num_tokens), quads = (num_tokens + 3) / 4;
+    const u32 size = 4 * ((quads + gridDim.x - 1) / gridDim.x), begin = blockIdx.x * size;
+    if (begin >= num_tokens) return;
+    const u32 end = num_tokens - begin < size ? num_tokens : begin + size;
+    const Granted granted = load_granted(a);
+    const Tile tile(a, begin, granted.tokens);
+    for (u32 i = threadIdx.x; i <= tile.count; i += WRITE_THREADS) {
+        begins[i] = a.plan_tokens[tile.low + i];
+        if (i < tile.count) pages_before[i] = a.plan_pages[tile.low + i];
+    }
+    __syncthreads();
+    const Planned plan = {begins, pages_before, tile.low, tile.count};
+    u32 known = end;
+    if (!tile.all && static_cast<u32>(begins[tile.count]) < end) known = begins[tile.count] & ~3u;
+    const Part part = part_of(a, begin, known, threadIdx.x >> 5, WRITE_THREADS >> 5);
+    write_tokens(a, granted.front, plan, granted.tokens, part);
+    if (known < end) write_far_tokens(a, granted, known, end);
+}
+
+// The same for steps, which write a table, and for decodes: a token a thread.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_step(const __grid_constant__ Args a) {
     __shared__ int begins[TILE_REQUESTS];
-    const Front front = {a.words[FIRST], nullptr, 0, true};
+    const u32 begin = blockIdx.x * WRITE_THREADS, token = begin + threadIdx.x;
+    const Granted granted = load_granted(a);
     const bool one_each = one_token_each(a);
-    const Tile tile(a, WRITE_THREADS);
-    for (i64 i = tile.low + threadIdx.x; i <= tile.high && !one_each; i += WRITE_THREADS)
-        begins[i - tile.low] = a.plan_tokens[i];
-    __syncthreads();
-    const i64 token = tile.begin + threadIdx.x;
+    u32 i = token;
+    if (!one_each) {
+        const Tile tile(a, begin, granted.tokens);
+        for (u32 k = threadIdx.x; k < tile.count; k += WRITE_THREADS) begins[k] = a.plan_tokens[tile.low + k];
+        __syncthreads();
+        i = request_of(begins, token, 0u, tile.count - 1) + tile.low;
+        if (!tile.all && i == tile.low + tile.count - 1)
+            i = request_of(a.plan_tokens, token, i, static_cast<u32>(a.n) - 1);
+    }
     if (token >= a.num_tokens) return;
-    if (token >= tile.granted) {
+    if (token >= granted.tokens) {
         put_slot(a, token, a.refused_slot);
         return;
     }
-    const i64 i = one_each ? token : tile.request(a, begins, token);
     const Request r = load_request(a, i);
     const i64 j = one_each ? 0 : token - a.plan_tokens[i];
-    write_token(a, token, r, j, r.padding ? 0 : slot_of(a, r, front, a.plan_pages[i], j));
+    write_token(a, token, r, j, r.padding ? 0 : slot_of(a, r, granted.front, a.plan_pages[i], j));
 }
 
 // Whole pages for `alloc`: n pages, num_tokens = n * page_size slots.

@@ -110,7 +110,7 @@ struct Args {
     u32* freed_groups;
     i64* words;
     i64* mailbox;
-    int* plan_tokens;   // first token of each request in the output
+    int* plan_tokens;   // first token of each request in the output, and where the last one's end
     int* plan_pages;    // new pages of the requests before
     i64 refused_slot;
     u64 slot_magic;     // divide a slot by page_size, see div_page
@@ -193,10 +193,11 @@ __device__ __forceinline__ bool lengths_hold(i64 prefix, i64 seq) {
 }
 
 // Last request in [low, high] that begins at or before `at` in the plan; requests with nothing lie before it.
-__device__ __forceinline__ i64 request_of(const int* begins, i64 at, i64 low, i64 high) {
+template <typename I>
+__device__ __forceinline__ I request_of(const int* begins, I at, I low, I high) {
     while (low < high) {
-        const i64 middle = (low + high + 1) >> 1;
-        if (begins[middle] <= at)
+        const I middle = (low + high + 1) >> 1;
+        if (static_cast<I>(begins[middle]) <= at)
             low = middle;
         else
             high = middle - 1;
@@ -204,7 +205,11 @@ __device__ __forceinline__ i64 request_of(const int* begins, i64 at, i64 low, i6
     return low;
 }
 
-__device__ __forceinline__ i64 ring_position(const Args& a, i64 i) { return i >= a.capacity ? i - a.capacity : i; }
+template <typename I>
+__device__ __forceinline__ I ring_position(const Args& a, I i) {
+    const I capacity = static_cast<I>(a.capacity);
+    return i >= capacity ? i - capacity : i;
+}
 
 __device__ __forceinline__ void put_slot(const Args& a, i64 i, i64 slot) {
     if (a.wide_out)
@@ -263,6 +268,83 @@ __device__ __forceinline__ void block_exclusive(i64& x, i64& y, i64 (*carry)[32]
     x = __shfl_sync(FULL_WARP, sums_x - mine_x, warp) + inclusive_x - x;
     y = __shfl_sync(FULL_WARP, sums_y - mine_y, warp) + inclusive_y - y;
 }
+
+// ---- clusters ------------------------------------------------------------------------------------------------
+
+// Blocks of a cluster run at the same time and reach each other's shared memory. Compute capability 9.0.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define CLUSTERS
+constexpr int MOST_BLOCKS = 8;  // that a cluster can have on every GPU that has clusters
+
+__device__ __forceinline__ void cluster_sync() {
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+}
+
+// A number that each block tells all blocks of its cluster, which is the whole grid. A barrier of the cluster would
+// do, but one that orders memory waits for the whole GPU and empties the cache; a message orders just itself. What a
+// thread has read before, and made the number of, is read.
+struct Exchange {
+    u64 messages;
+    int told[MOST_BLOCKS];
+
+    __device__ __forceinline__ void begin() {
+#ifdef __CUDA_ARCH__
+        if (threadIdx.x == 0)
+            asm volatile(
+                "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+                "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n\t"
+                "fence.mbarrier_init.release.cluster;" ::"r"(address(&messages)), "r"(4 * gridDim.x)
+                : "memory"
+            );
+#endif
+        __cluster_barrier_arrive_relaxed();
+    }
+
+    // Until all have begun. Every thread, before the first one tells.
+    __device__ __forceinline__ void open() { __cluster_barrier_wait(); }
+
+    // One warp.
+    __device__ __forceinline__ void tell(int number) {
+        const u32 there = threadIdx.x & 31;
+        if (there >= gridDim.x) return;
+#ifdef __CUDA_ARCH__
+        u32 cell, barrier;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(cell) : "r"(address(&told[blockIdx.x])), "r"(there));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(address(&messages)), "r"(there));
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(cell),
+                     "r"(number), "r"(barrier)
+                     : "memory");
+#else
+        *static_cast<int*>(__cluster_map_shared_rank(&told[blockIdx.x], there)) = number;
+#endif
+    }
+
+    // Until all have told. Every thread.
+    __device__ __forceinline__ void hear() {
+#ifdef __CUDA_ARCH__
+        u32 heard;
+        do asm volatile("{\n\t"
+                        ".reg .pred p;\n\t"
+                        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n\t"
+                        "selp.u32 %0, 1, 0, p;\n\t"
+                        "}"
+                        : "=r"(heard)
+                        : "r"(address(&messages))
+                        : "memory");
+        while (!heard);
+#else
+        cluster_sync();
+#endif
+    }
+
+#ifdef __CUDA_ARCH__
+    static __device__ __forceinline__ u32 address(const void* p) {
+        return static_cast<u32>(__cvta_generic_to_shared(p));
+    }
+#endif
+};
+#endif
 
 // ---- ops, errors, mail ---------------------------------------------------------------------------------------
 // The one block that commits an op works on a copy `w` of the words in shared memory.

@@ -172,7 +172,7 @@ struct RowEntries {
     i64 total;
 
     __device__ __forceinline__ i64 count() const { return total; }
-    __device__ __forceinline__ i64 index(i64 e) const { return request_of(a.plan_tokens, e, 0, a.n - 1); }
+    __device__ __forceinline__ i64 index(i64 e) const { return request_of<i64>(a.plan_tokens, e, 0, a.n - 1); }
     __device__ __forceinline__ i64 value(i64 e) const {
         const i64 i = index(e);
         const i64 nth = a.plan_pages[i] + e - a.plan_tokens[i];

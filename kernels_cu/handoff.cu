@@ -88,7 +88,7 @@ __device__ __forceinline__ void write_ragged(const Args& a) {
         done += tile;
         const i64 end = done < high ? done : high;
         for (i64 at = first + threadIdx.x; at < end; at += blockDim.x) {
-            const i64 r = request_of(begins, at, 0, last);
+            const i64 r = request_of<i64>(begins, at, 0, last);
             Entries::put(a, at, base + r, at - begins[r]);
         }
     }

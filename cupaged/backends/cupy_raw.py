@@ -24,10 +24,8 @@ __all__ = ["ARGS", "KERNELS", "CudaBackend", "CupyBackend", "probe", "source"]
 KERNELS = (
     "decode_small",
     "decode_step_small",
-    "decode_wide",
     "extend_small",
     "extend_step_small",
-    "extend_wide",
     "plan_small",
     "plan_requests",
     "write_slots",
@@ -52,15 +50,20 @@ KERNELS = (
     "handoff_slots",
     "fold_digest",
 )
+CLUSTER_KERNELS = ("decode_cluster", "decode_step_cluster", "extend_cluster")  # for GPUs that have clusters of blocks
 _SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu", "digest.cu")
 PLAN_THREADS = 1024
+MOST_BLOCKS = 8  # of a cluster
 TILE = 256
-WRITE_TILE = 1024  # tokens that a block of TILE threads writes, four each
+CLUSTER_SHARE = 8 * PLAN_THREADS  # requests of a decode that a block of a cluster can have
+WRITE_TILE = 1024  # tokens that a block of TILE threads writes; up to eight times as many where there are
+WRITE_BLOCKS = 264  # blocks enough: two on each of the 132 multiprocessors of an H200
 STAGING = 1 << 20  # bytes of pinned memory that host arguments go through
 SCAN_REQUESTS = 4096  # requests that a block of a single-launch extend can plan
-SMALL_WRITE = 4096  # tokens that one block plans and writes in a single launch
-WIDE_SUM = 1 << 30  # requests times tokens, at most, of a single-launch extend by several blocks: they sum 32 bits
-WIDE_PAGES = 2048  # and its pages, whose owners one block counts
+SMALL_WRITE = 1024  # tokens that one block plans and writes in a single launch
+SMALL_STEP = 512  # requests of a decode step that one block does, where there are clusters
+CLUSTER_TOKENS = 16384  # tokens that a cluster plans and writes
+WIDE_SUM = 1 << 30  # requests times tokens, at most, of an extend that sums in 32 bits
 SMALL_PAGES = 16384  # slots of whole pages that one block takes and writes
 SMALL_FREE = 16384  # slots that one block marks and settles in a single launch
 
@@ -155,6 +158,7 @@ class CudaBackend(GpuBackend):
     """Which kernels an op launches, with which arguments, over memory that a subclass gives."""
 
     name = "cupy"
+    cluster = 0  # blocks of a cluster; 0: this GPU has none
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -171,6 +175,7 @@ class CudaBackend(GpuBackend):
         self._own("freed_groups", groups, np.uint32)
         self.words = self._own("words", STATE_WORDS, np.int64)
         self.mail, self._args["mailbox"] = self._mapped(MAIL_WORDS)
+        self._at_once = 16 // self.index_dtype.itemsize  # slots that a thread stores at once
         self._scratch: list[tuple[Any, int]] = []
         self._make_scratch(self.max_batch)
         constants = {
@@ -211,7 +216,7 @@ class CudaBackend(GpuBackend):
             )
         self.max_batch = max(batch, 2 * self.max_batch if self._scratch else 0)
         # What is replaced stays: a launch on another stream may still read it.
-        self._scratch += [self._empty(self.max_batch, np.int32) for _ in range(2)]
+        self._scratch += [self._empty(self.max_batch + 1, np.int32) for _ in range(2)]
         self._args["plan_tokens"], self._args["plan_pages"] = (address for _, address in self._scratch[-2:])
 
     def _pack(
@@ -299,8 +304,8 @@ class CudaBackend(GpuBackend):
             self._extend(n, n)
         elif n <= PLAN_THREADS:
             self._launch("decode_small", 1, _threads(n + 32))
-        elif out != last[0]:
-            self._launch("decode_wide", -(-n // PLAN_THREADS), PLAN_THREADS)
+        elif n <= self.cluster * CLUSTER_SHARE:
+            self._launch("decode_cluster", self.cluster, _threads(-(-n // self.cluster) + 32))
         else:
             self._plan_and_write(n, n)
 
@@ -309,8 +314,10 @@ class CudaBackend(GpuBackend):
         self._pack(prefix=prefix or _NO_VECTOR, seq=seq, out=out, num_tokens=num_tokens, n=n)
         self._pack_table(table, paged, pad_row, rows)
         try:
-            if prefix is None and 0 < n <= PLAN_THREADS:
+            if prefix is None and 0 < n <= (SMALL_STEP if self.cluster else PLAN_THREADS):
                 self._launch("decode_step_small", 1, _threads(n + 32))
+            elif prefix is None and 0 < n <= self.cluster * CLUSTER_SHARE:
+                self._launch("decode_step_cluster", self.cluster, _threads(-(-n // self.cluster) + 32))
             elif prefix is not None and 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
                 self._launch("extend_step_small", 1, _threads(max(n, num_tokens)))
             else:
@@ -318,24 +325,20 @@ class CudaBackend(GpuBackend):
         finally:
             self._no_table()
 
-    # Several blocks that write before all have validated need an output that no argument shares, and no table.
     def _extend(self, n: int, num_tokens: int) -> None:
         if 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
-            self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // 4)) + 32))
-        elif (
-            n <= SCAN_REQUESTS
-            and n * num_tokens < WIDE_SUM
-            and num_tokens // self.page_size + min(n, num_tokens) // 16 <= WIDE_PAGES
-        ):
-            threads = max(TILE, _threads(n))
-            self._launch("extend_wide", max(1, -(-num_tokens // (4 * threads))), threads)
+            self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // self._at_once)) + 32))
+        elif self.cluster and num_tokens <= CLUSTER_TOKENS and n <= SCAN_REQUESTS and n * num_tokens < WIDE_SUM:
+            threads = _threads(max(n // 4, -(-num_tokens // (self._at_once * self.cluster)), TILE // 4))
+            self._launch("extend_cluster", self.cluster, threads)
         else:
             if 0 < n <= min(PLAN_THREADS, self.max_batch) and n * num_tokens < WIDE_SUM:
                 self._launch("plan_small", 1, _threads(n + 32))
             else:
                 self._plan(n)
             if num_tokens:
-                self._launch("write_slots", -(-num_tokens // WRITE_TILE), TILE)
+                tiles = -(-num_tokens // WRITE_TILE)
+                self._launch("write_slots", min(tiles, max(WRITE_BLOCKS, tiles // 8)), TILE)
 
     def _plan(self, n: int) -> None:
         if n > self.max_batch:
@@ -493,7 +496,9 @@ class CupyBackend(CudaBackend):
         if index is not None and index >= count:
             raise ValueError(f"device cuda:{index} does not exist; this machine has {count} GPU(s)")
         with cupy.cuda.Device(index):
-            self._functions = _functions(cupy.cuda.runtime.getDevice())
+            device = cupy.cuda.Device()
+            self.cluster = MOST_BLOCKS if int(device.compute_capability) >= 90 else 0
+            self._functions = _functions(device.id, self.cluster > 0)
             self._streams: dict[int, Any] = {}
             self._event = cupy.cuda.Event(disable_timing=True)
             self._stagings: list[tuple[Any, list[Any]]] = []
@@ -634,13 +639,14 @@ class CupyBackend(CudaBackend):
 
 
 @functools.cache
-def _functions(device: int) -> dict[str, int]:
+def _functions(device: int, clusters: bool) -> dict[str, int]:
     """Every kernel, compiled and loaded on one device: a launch must never find work left to do."""
     import cupy
 
     module = cupy.RawModule(code=source(), options=("-std=c++17",))
     _MODULES.append(module)
-    return {name: module.get_function(name).kernel.ptr for name in KERNELS}
+    names = KERNELS + CLUSTER_KERNELS if clusters else KERNELS
+    return {name: module.get_function(name).kernel.ptr for name in names}
 
 
 _MODULES: list[Any] = []  # a module that has gone takes its kernels along
