@@ -41,6 +41,7 @@ class HostCudaBackend(CudaBackend):
     native = "numpy"
     order = "ascending"
     mode = "plain"
+    cluster = 8
     delayed = False
     seed = 0
 
@@ -142,7 +143,14 @@ class HostCudaBackend(CudaBackend):
         return array
 
 
-def variant(order: str, mode: str = "plain", delayed: bool = False) -> type[HostCudaBackend]:
-    """The backend with another order of threads, or another way to run."""
-    name = f"HostCuda_{order}_{mode}{'_delayed' if delayed else ''}"
-    return type(name, (HostCudaBackend,), {"order": order, "mode": mode, "delayed": delayed})
+def variant(
+    order: str, mode: str = "plain", delayed: bool = False, cluster: int = 8, small: bool = True
+) -> type[HostCudaBackend]:
+    """The backend with another order of threads, or run otherwise; not `small`: clusters for small batches too."""
+    name = f"HostCuda_{order}_{mode}{'_delayed' if delayed else ''}_{cluster}"
+    if mode == "asan":
+        cluster = min(cluster, 1)  # all that such a build can run
+    limits = {} if small else {"small_decode": 0, "small_step": 0, "small_extend": 0}
+    return type(
+        name, (HostCudaBackend,), {"order": order, "mode": mode, "delayed": delayed, "cluster": cluster} | limits
+    )

@@ -15,8 +15,8 @@ def main(mode: str, first_seed: int, plays: int) -> None:
         # ThreadSanitizer runs blocks side by side, and has room for few threads: small pages, small batches.
         largest = {"largest_batch": 5} if mode == "tsan" else {}
         page_size = int(rng.choice([1, 2, 3, 16] if mode == "tsan" else PAGE_SIZES))
-        play(variant(order, mode), seed, page_size, steps=12, **largest)
-    large(variant("ascending", mode), requests=1100 if mode == "tsan" else 1500, small=mode == "tsan")
+        play(variant(order, mode, small=seed % 2 == 0), seed, page_size, steps=12, **largest)
+    large(variant("ascending", mode, cluster=0), requests=1100 if mode == "tsan" else 1500, small=mode == "tsan")
 
 
 main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -12,12 +12,12 @@ from numba import njit
 
 from cupaged import PagedTokenToKVPoolAllocator
 from cupaged.backends import numba_cpu
-from cupaged.backends.cupy_raw import KERNELS
+from cupaged.backends.cupy_raw import CLUSTER_KERNELS, KERNELS
 from cupaged.backends.numba_cpu import NumbaBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.interop import to_host
 from cupaged.layout import Kind
-from tests.host_backend import variant
+from tests.host_backend import HostCudaBackend, variant
 from tests.operations import Runner, Script, options, state
 
 PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
@@ -25,9 +25,11 @@ PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
 ELSEWHERE = {"fold_digest", *(name for name in KERNELS if name.startswith("handoff_"))}
 CONTESTANTS = {
     "numba": NumbaBackend,
-    "cuda-ascending": variant("ascending"),
+    "cuda-ascending": variant("ascending", cluster=0),
     "cuda-descending": variant("descending"),
     "cuda-random": variant("random"),
+    "cuda-clusters": variant("random", small=False),
+    "cuda-one-block": variant("ascending", cluster=1, small=False),
 }
 
 
@@ -181,15 +183,19 @@ def test_larger_batches_and_pools(name):
 def test_every_kernel_is_reached():
     """By these tests, that is: a kernel that none of them runs would be proven by none."""
 
-    class Recorded(CONTESTANTS["cuda-ascending"]):
+    class Recorded(HostCudaBackend):
         reached: ClassVar[set] = set()
 
         def _launch(self, kernel, blocks, threads):
             self.reached.add(kernel)
             super()._launch(kernel, blocks, threads)
 
+    class WithoutClusters(Recorded):
+        cluster = 0
+
     for seed in range(20):
         play(Recorded, seed, 16, steps=25)
     large(Recorded)
+    large(WithoutClusters)
     # queue_entries is the allocator's free group
-    assert set(KERNELS) - Recorded.reached == {"queue_entries", *ELSEWHERE}
+    assert set(KERNELS + CLUSTER_KERNELS) - Recorded.reached == {"queue_entries", *ELSEWHERE}

@@ -113,6 +113,13 @@ def test_atomics_and_arithmetic(demo, order):
         assert demo.partial[:2].view(np.int64)[0] == min(x.min(), 0) << 33
 
 
+@pytest.mark.parametrize("grid", [1, 3, 8])
+def test_cluster(demo, order, grid):
+    x = np.arange(grid) + 70
+    for _ in range(10):
+        assert demo("cluster_ring", grid, 64, x, grid, order=order).tolist() == np.roll(x, 1).tolist()
+
+
 def test_same_seed_same_run(demo):
     x = np.arange(96)
     first, again = (demo("missing_barrier", 1, 1024, x, 96, order="random", seed=3).copy() for _ in range(2))
@@ -130,6 +137,7 @@ def test_same_seed_same_run(demo):
         ("volatile_word", 1, 1025, "bound 1024"),
         ("scan", 0, 32, "empty grid"),
         ("scan", 1, 0, "empty grid or block"),
+        ("cluster_ring", 9, 32, "one cluster is all that can be run here: 8 blocks"),
     ],
 )
 def test_refused(demo, name, grid, block, message):
@@ -168,6 +176,15 @@ def test_missing_barrier_shows_in_one_order_at_least(demo):
 def test_unwritten_shared_is_garbage(demo, order):
     x = np.ones(32)
     assert demo("unwritten_shared", 1, 32, x, 1, order=order)[0] not in range(64)
+
+
+def test_a_block_that_stops_ends_its_cluster(demo, order):
+    for _ in range(5):
+        with pytest.raises(HostCudaError, match=r"block 1: thread 3: __trap at .*faulty.cu"):
+            demo("cluster_stuck", 8, 64, [0], 1, order=order)
+        assert demo("cluster_ring", 2, 64, [5, 6], 2, order=order).tolist() == [6, 5]
+    with pytest.raises(HostCudaError, match=r"of a block that is not there at .*faulty.cu"):
+        demo("cluster_stranger", 8, 32, [0], 1, order=order)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +241,7 @@ def test_right_kernels_are_clean(mode):
         ("tsan", "missing_fence", "data race .*faulty.cu.* in missing_fence"),
         ("tsan", "missing_barrier", "data race .*faulty.cu.* in missing_barrier"),
         ("tsan", "missing_syncwarp", "data race .*faulty.cu.* in missing_syncwarp"),
+        ("tsan", "cluster_relaxed", "data race .*faulty.cu.* in cluster_relaxed"),
     ],
 )
 def test_sanitizer_catches(mode, name, message):
@@ -266,9 +284,13 @@ def run_right(demo):
         demo("block_words", 1, 128, [0], (4, 128), 100, order=order)
         demo("atomics", 3, 32, x[:96], 16, order=order)
         demo("volatile_word", 3, 64, [0], 2, order=order)
+        demo("cluster_ring", 1 if demo.module.mode == "asan" else 8, 64, np.arange(8), 8, order=order)
     if demo.module.mode == "tsan":
         with pytest.raises(HostCudaError, match="too many threads for ThreadSanitizer"):
             demo("grid_sum", 13, 256, x, 1)
+    if demo.module.mode == "asan":
+        with pytest.raises(HostCudaError, match="no cluster but one of one block"):
+            demo("cluster_ring", 2, 64, x, 2)
 
 
 def run_stopped(demo):
@@ -281,7 +303,12 @@ def run_stopped(demo):
 
 
 def run_fault(demo, name):
-    grid, block = {"plain_ticket": (8, 32), "missing_fence": (8, 32), "shared_past": (1, 288)}.get(name, (1, 64))
+    grid, block = {
+        "plain_ticket": (8, 32),
+        "missing_fence": (8, 32),
+        "shared_past": (1, 288),
+        "cluster_relaxed": (8, 32),
+    }.get(name, (1, 64))
     demo(name, grid, block, np.arange(50_000, 50_000 + block), block)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cupaged import layout
-from cupaged.backends.cupy_raw import ARGS, KERNELS, source
+from cupaged.backends.cupy_raw import ARGS, CLUSTER_KERNELS, KERNELS, source
 from tests.host_cuda import build
 
 COMMON = (Path(__file__).parents[1] / "kernels_cu" / "common.cuh").read_text()
@@ -38,12 +38,13 @@ def _call(nvrtc, answer):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_every_kernel_compiles(architecture):
     cubin = nvrtc_compile(source(), architecture)
-    for name in KERNELS:
+    for name in KERNELS if architecture == "sm_80" else KERNELS + CLUSTER_KERNELS:
         assert name.encode() in cubin
 
 
 def test_python_knows_every_kernel():
-    assert sorted(re.findall(r"__global__ void __launch_bounds__\(\w+\) (\w+)\(", source())) == sorted(KERNELS)
+    declared = r"__global__ void (?:__cluster_dims__\([^)]*\) )?__launch_bounds__\(\w+\)\s+(\w+)\("
+    assert sorted(re.findall(declared, source())) == sorted(KERNELS + CLUSTER_KERNELS)
 
 
 def offsets(dtype: np.dtype, prefix: str = "") -> dict[str, int]:

@@ -60,8 +60,6 @@ WRITE_TILE = 1024  # tokens that a block of TILE threads writes; up to eight tim
 WRITE_BLOCKS = 264  # blocks enough: two on each of the 132 multiprocessors of an H200
 STAGING = 1 << 20  # bytes of pinned memory that host arguments go through
 SCAN_REQUESTS = 4096  # requests that a block of a single-launch extend can plan
-SMALL_WRITE = 1024  # tokens that one block plans and writes in a single launch
-SMALL_STEP = 512  # requests of a decode step that one block does, where there are clusters
 CLUSTER_TOKENS = 16384  # tokens that a cluster plans and writes
 WIDE_SUM = 1 << 30  # requests times tokens, at most, of an extend that sums in 32 bits
 SMALL_PAGES = 16384  # slots of whole pages that one block takes and writes
@@ -159,6 +157,11 @@ class CudaBackend(GpuBackend):
 
     name = "cupy"
     cluster = 0  # blocks of a cluster; 0: this GPU has none
+    # What one block does in a single launch; more is for a cluster, or for a plan and a launch that writes.
+    small_decode = PLAN_THREADS  # requests
+    small_step = 512  # requests of a decode step, where there are clusters
+    small_extend = 1024  # tokens
+    small_extend_step = 4096
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -302,7 +305,7 @@ class CudaBackend(GpuBackend):
         self._pack(seq=seq, last=last, out=out, num_tokens=n, n=n)
         if n == 0:
             self._extend(n, n)
-        elif n <= PLAN_THREADS:
+        elif n <= self.small_decode:
             self._launch("decode_small", 1, _threads(n + 32))
         elif n <= self.cluster * CLUSTER_SHARE:
             self._launch("decode_cluster", self.cluster, _threads(-(-n // self.cluster) + 32))
@@ -314,11 +317,11 @@ class CudaBackend(GpuBackend):
         self._pack(prefix=prefix or _NO_VECTOR, seq=seq, out=out, num_tokens=num_tokens, n=n)
         self._pack_table(table, paged, pad_row, rows)
         try:
-            if prefix is None and 0 < n <= (SMALL_STEP if self.cluster else PLAN_THREADS):
+            if prefix is None and 0 < n <= (self.small_step if self.cluster else PLAN_THREADS):
                 self._launch("decode_step_small", 1, _threads(n + 32))
             elif prefix is None and 0 < n <= self.cluster * CLUSTER_SHARE:
                 self._launch("decode_step_cluster", self.cluster, _threads(-(-n // self.cluster) + 32))
-            elif prefix is not None and 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
+            elif prefix is not None and 0 < n <= PLAN_THREADS and num_tokens <= self.small_extend_step:
                 self._launch("extend_step_small", 1, _threads(max(n, num_tokens)))
             else:
                 self._plan_and_write(n, num_tokens)
@@ -326,7 +329,7 @@ class CudaBackend(GpuBackend):
             self._no_table()
 
     def _extend(self, n: int, num_tokens: int) -> None:
-        if 0 < n <= PLAN_THREADS and num_tokens <= SMALL_WRITE:
+        if 0 < n <= PLAN_THREADS and num_tokens <= self.small_extend:
             self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // self._at_once)) + 32))
         elif self.cluster and num_tokens <= CLUSTER_TOKENS and n <= SCAN_REQUESTS and n * num_tokens < WIDE_SUM:
             threads = _threads(max(n // 4, -(-num_tokens // (self._at_once * self.cluster)), TILE // 4))

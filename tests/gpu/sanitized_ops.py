@@ -4,8 +4,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from cupaged.backends.cupy_raw import KERNELS, CupyBackend
+from cupaged.backends.cupy_raw import CLUSTER_KERNELS, KERNELS, CupyBackend
 from tests import test_digest
+from tests.operations import options
 from tests.test_backends import ELSEWHERE, large, play
 
 
@@ -22,8 +23,30 @@ for page_size in (1, 3, 16, 64):
     for _ in range(4):
         play(Recorded, int(rng.integers(2**40)), page_size, steps=25)
 large(Recorded)
+clusters = Recorded(**options(rng, 16)).cluster
+
+
+class WithoutClusters(Recorded):
+    """What older GPUs do with large batches."""
+
+    def __init__(self, **chosen):
+        super().__init__(**chosen)
+        self.cluster = 0
+
+
+class Clustered(Recorded):
+    small_decode = small_step = small_extend = 0
+
+
+large(WithoutClusters)
+for page_size in (3, 16):
+    play(Clustered, int(rng.integers(2**40)), page_size, steps=25)
 for seed in range(4):
     test_digest.play(Recorded, seed, (1, 3, 16, 64)[seed], steps=10)
 test_digest.large(Recorded, 2500)
-missing = set(KERNELS) - Recorded.seen - ({"queue_entries", *ELSEWHERE} - {"fold_digest"})
+missing = (
+    set(KERNELS + CLUSTER_KERNELS if clusters else KERNELS)
+    - Recorded.seen
+    - ({"queue_entries", *ELSEWHERE} - {"fold_digest"})
+)
 assert not missing, missing

@@ -6,6 +6,8 @@ What sees which fault:
   `__builtin_assume`. Use of `__shared__` or of local variables before they are written gives garbage.
 - comparison of results, in the three orders of threads: wrong arithmetic, and most missing barriers.
 - "asan": a byte past a buffer (of `exact_empty`) or a `__shared__` array, shifts, overflow, misaligned vectors.
+- clusters: their blocks run at the same time, in the order of the machine. One that looks into another's `__shared__`
+  variables before that has begun finds garbage.
 - "tsan": races between threads of a block and between blocks. Barriers and `__syncwarp` order memory, fences do
   with those of other threads; atomics and volatile accesses are no races but order nothing; shuffles and votes
   order nothing, as CUDA has it.
@@ -49,7 +51,10 @@ MODE_FLAGS = {
     ],
     "tsan": ["-O1", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1", "-DCUDA_HOST_TSAN"],
 }
-KERNEL = re.compile(r"\b__global__\s+void\s+(?:__launch_bounds__\(([^,()]+)[^()]*\)\s+)?(\w+)\s*\(")
+KERNEL = re.compile(
+    r"\b__global__\s+void\s+(?:__cluster_dims__\(([^,()]+)[^()]*\)\s+)?"
+    r"(?:__launch_bounds__\(([^,()]+)[^()]*\)\s+)?(\w+)\s*\("
+)
 ORDERS = ("ascending", "descending", "random")
 
 
@@ -59,15 +64,15 @@ class HostCudaError(Exception):
 
 def kernel_names(sources: Sequence[Path]) -> list[str]:
     """Names of the kernels in the sources, in order."""
-    return [name for _, name in _kernels(sources)]
+    return [name for *_, name in _kernels(sources)]
 
 
-def _kernels(sources: Sequence[Path]) -> list[tuple[str, str]]:
-    """Bound on the threads of a block, as C++ text, and name of each kernel."""
+def _kernels(sources: Sequence[Path]) -> list[tuple[str, str, str]]:
+    """Blocks of its clusters and bound on the threads of a block, as C++ text, and name of each kernel."""
     found = []
     for source in sources:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source.read_text(), flags=re.S)
-        found += [(bound or "1024", name) for bound, name in KERNEL.findall(text)]
+        found += [(cluster or "0", bound or "1024", name) for cluster, bound, name in KERNEL.findall(text)]
     return found
 
 
@@ -75,7 +80,7 @@ def _unit(sources: Sequence[Path]) -> str:
     """Text of the translation unit: the sources, unchanged, and a table of their kernels."""
     # In an unnamed namespace static variables of templates may share one section.
     includes = "".join(f'#include "{source}"\n' for source in sources)
-    rows = "".join(f'    describe<{name}>("{name}", {bound}),\n' for bound, name in _kernels(sources))
+    rows = "".join(f'    describe<{name}>("{name}", {bound}, {size}),\n' for size, bound, name in _kernels(sources))
     return (
         f"namespace {{\n{includes}}}\n"
         f"namespace cuda_host {{\nconst Kernel kernels[] = {{\n{rows}}};\n"

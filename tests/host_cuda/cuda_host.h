@@ -9,6 +9,7 @@
 #define __host__
 #define __constant__ static
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
@@ -37,13 +38,15 @@ struct Here {  // of the running thread
 extern __thread Here* here;
 
 enum class Op {
-    SYNCTHREADS, SYNCTHREADS_OR, SYNCTHREADS_AND, SYNCTHREADS_COUNT, SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR,
+    CLUSTER_WAIT, SYNCTHREADS, SYNCTHREADS_OR, SYNCTHREADS_AND, SYNCTHREADS_COUNT, SYNCWARP, SHFL, SHFL_UP, SHFL_DOWN, SHFL_XOR,
     BALLOT, ANY, ALL, MATCH_ANY, MATCH_ALL, REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_AND, REDUCE_OR, REDUCE_XOR,
 };
 
 int barrier(Op op, bool predicate, Site site);
 uint64_t collective(Op op, unsigned mask, uint64_t value, unsigned lane, int width, Site site);
 void fence(bool whole_device);
+void cluster_arrive(bool release);
+void* cluster_map(const void* p, unsigned rank, Site site);
 [[noreturn]] void stop(const char* why, Site site);
 
 template <typename T>
@@ -67,6 +70,7 @@ struct Kernel {
     const char* name;
     unsigned long args_size;
     unsigned max_threads;
+    unsigned cluster;  // blocks of a cluster at most, 0: none
     void (*invoke)(const void* args);
 };
 
@@ -80,8 +84,8 @@ struct Entry<F> {
 };
 
 template <auto F>
-constexpr Kernel describe(const char* name, unsigned max_threads) {
-    return {name, Entry<F>::args_size, max_threads, Entry<F>::invoke};
+constexpr Kernel describe(const char* name, unsigned max_threads, unsigned cluster) {
+    return {name, Entry<F>::args_size, max_threads, cluster, Entry<F>::invoke};
 }
 
 extern const Kernel kernels[];
@@ -123,6 +127,15 @@ inline void __threadfence_block() { cuda_host::fence(false); }
 inline void __threadfence() { cuda_host::fence(true); }
 inline void __threadfence_system() { cuda_host::fence(true); }
 [[noreturn]] inline void __trap(CUDA_HOST_SITE) { cuda_host::stop("__trap", site); }
+
+// ---- the cluster ---------------------------------------------------------------------------------------------
+
+inline void __cluster_barrier_arrive() { cuda_host::cluster_arrive(true); }
+inline void __cluster_barrier_arrive_relaxed() { cuda_host::cluster_arrive(false); }
+inline void __cluster_barrier_wait(CUDA_HOST_SITE) { cuda_host::barrier(CudaHostOp::CLUSTER_WAIT, false, site); }
+inline void* __cluster_map_shared_rank(const void* p, unsigned rank, CUDA_HOST_SITE) {
+    return cuda_host::cluster_map(p, rank, site);
+}
 
 // An assumption is a promise to the compiler: here it is kept to account.
 inline void cuda_host_assume(bool holds, CUDA_HOST_SITE) {

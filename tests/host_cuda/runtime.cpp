@@ -1,9 +1,11 @@
-// Runs a grid: blocks one after another, or each in an OS thread; the threads of a block as fibers of one OS thread.
+// Runs a grid: blocks one after another, or each in an OS thread, as those of a cluster always do; the threads of a
+// block as fibers of one OS thread.
 // Compiled without the sanitizers' instrumentation and linked to them, so that they see the kernels only.
 #include <link.h>
 #include <sys/mman.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -95,7 +97,7 @@ constexpr unsigned char GARBAGE = 0xb5;
 constexpr uint64_t GARBAGE_WORD = 0xb5b5b5b5b5b5b5b5;
 
 const char* const OP_NAMES[] = {
-    "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync",
+    "__cluster_barrier_wait", "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count", "__syncwarp", "__shfl_sync",
     "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
     "__match_any_sync", "__match_all_sync", "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
     "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
@@ -172,6 +174,41 @@ struct Fiber : Here {
     int width;
 };
 
+// Where the blocks of a cluster wait for each other.
+struct Meeting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    unsigned members = 0, waiting = 0, phase = 0;
+    bool over = false;
+    char order[2];
+
+    void wait_for_all() {
+        std::unique_lock<std::mutex> lock(mutex);
+        if (++waiting >= members) return open();
+        const unsigned before = phase;
+        changed.wait(lock, [&] { return over || phase != before; });
+    }
+
+    void leave() {  // whoever has returned is not waited for
+        std::lock_guard<std::mutex> lock(mutex);
+        members -= 1;
+        if (waiting && waiting >= members) open();
+    }
+
+    void give_up() {
+        std::lock_guard<std::mutex> lock(mutex);
+        over = true;
+        changed.notify_all();
+    }
+
+  private:
+    void open() {
+        waiting = 0;
+        phase += 1;
+        changed.notify_all();
+    }
+};
+
 struct Launch {
     const Kernel* kernel;
     const void* args;
@@ -181,11 +218,15 @@ struct Launch {
     std::atomic<bool> failed;
     std::mutex mutex;
     std::string error;
+    Meeting cluster;
 
     void fail(const std::string& why) {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (!failed) error = std::string("kernel ") + kernel->name + ": " + why;
-        failed = true;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            if (!failed) error = std::string("kernel ") + kernel->name + ": " + why;
+            failed = true;
+        }
+        cluster.give_up();
     }
 };
 
@@ -206,6 +247,8 @@ struct Block {
     size_t stack_size;
     void* tsan;
     char begin_order, end_order, fence_order;
+    char* shared;  // an address in this OS thread's __shared__ variables, the same in each
+    unsigned cluster_phase;
 
     Block() = default;
     Block(const Block&) = delete;
@@ -266,6 +309,8 @@ struct Block {
         tsan = __tsan_get_current_fiber();
         grow(threads);
         fill_shared();
+        shared = reinterpret_cast<char*>(&here);
+        cluster_phase = 0;
         barrier.count = threads;
         barrier.arrived = barrier.phase = 0;
         barrier.any = 0;
@@ -275,6 +320,7 @@ struct Block {
         while (finished < threads && !failed)
             if (!sweep()) report_deadlock();
         if (failed) abandon();
+        if (l.kernel->cluster) l.cluster.leave();
         __tsan_acquire(&end_order);
     }
 
@@ -391,6 +437,11 @@ struct Block {
 
     void open_barrier() {
         Barrier& b = barrier;
+        if (b.call.op == Op::CLUSTER_WAIT) {
+            launch->cluster.wait_for_all();
+            cluster_phase += 1;
+            if (launch->failed) failed = true;
+        }
         const unsigned phase = b.phase++;
         b.result[phase & 1] = b.call.op == Op::SYNCTHREADS_OR    ? b.any
                               : b.call.op == Op::SYNCTHREADS_AND ? b.all
@@ -415,17 +466,22 @@ struct Block {
         b.count += predicate;
         b.any |= predicate;
         b.all &= predicate;
-        const unsigned phase = b.phase & 1;
-        __tsan_release(&b.order[phase]);
+        const unsigned phase = b.phase & 1, met = cluster_phase & 1;
+        const bool of_cluster = call.op == Op::CLUSTER_WAIT;
+        if (!of_cluster) __tsan_release(&b.order[phase]);
         f.call = call;
         f.mask = 0;
         if (b.arrived + finished == threads) {
             open_barrier();
             f.warp->ready &= ~(1u << f.lane);
+            if (failed) {  // another block of the cluster did
+                leave(f);
+                __builtin_unreachable();
+            }
         } else {
             leave(f);
         }
-        __tsan_acquire(&b.order[phase]);
+        __tsan_acquire(of_cluster ? &launch->cluster.order[met] : &b.order[phase]);
         return b.result[phase];
     }
 
@@ -642,14 +698,17 @@ void make_places(unsigned count, unsigned block) {
 
 // TSan gets an OS thread and fibers of its own for each block: only what the program orders is in order then.
 void run_grid(Launch& l, bool concurrent) {
-    const unsigned workers = !concurrent ? 1 : TSAN || l.grid < 4 ? l.grid : 4;
+    const bool cluster = l.kernel->cluster;
+    l.cluster.members = l.grid;
+    const unsigned workers = !concurrent && !cluster ? 1 : TSAN || cluster || l.grid < 4 ? l.grid : 4;
     make_places(workers, l.block);
     const std::vector<unsigned> order = block_order(l);
     std::atomic<unsigned> arrived{0};
     auto work = [&](unsigned worker) {
         arrived += 1;
         while (arrived < workers) std::this_thread::yield();
-        for (unsigned i = worker; i < l.grid && !l.failed; i += workers) places[worker]->run(l, order[i]);
+        for (unsigned i = worker; i < l.grid && !l.failed; i += workers)
+            places[worker]->run(l, cluster ? worker : order[i]);
     };
     if (workers == 1) return work(0);
     std::vector<std::thread> threads;
@@ -670,10 +729,14 @@ std::string launch(const char* name, unsigned grid, unsigned block, const void* 
     if (block > kernel->max_threads)
         return who + "too many threads: " + std::to_string(block) + " a block, bound " +
                std::to_string(kernel->max_threads);
+    if (kernel->cluster && grid > kernel->cluster)
+        return who + "one cluster is all that can be run here: " + std::to_string(kernel->cluster) + " blocks";
+    if (kernel->cluster && grid > 1 && !DIRECT)
+        return who + "an ASan build has one copy of each __shared__ variable: no cluster but one of one block";
     if (TSAN && static_cast<uint64_t>(grid) * fibers(block) > MOST_IN_A_GRID)
         return who + "too many threads for ThreadSanitizer: the whole grid may have " +
                std::to_string(MOST_IN_A_GRID);
-    Launch l{kernel, args, grid, block, static_cast<Order>(order), seed, {}, {}, {}};
+    Launch l{kernel, args, grid, block, static_cast<Order>(order), seed, {}, {}, {}, {}};
     run_grid(l, concurrent || TSAN);
     return l.error;
 }
@@ -696,6 +759,17 @@ void fence(bool whole_device) {
     char* const order = whole_device ? &fence_order : &self().block_state->fence_order;
     __tsan_acquire(order);
     __tsan_release(order);
+}
+
+void cluster_arrive(bool release) {
+    Block& b = *self().block_state;
+    if (release) __tsan_release(&b.launch->cluster.order[b.cluster_phase & 1]);
+}
+
+void* cluster_map(const void* p, unsigned rank, Site site) {
+    Block& b = *self().block_state;
+    if (rank >= b.launch->grid) stop("__cluster_map_shared_rank of a block that is not there", site);
+    return places[rank]->shared + (static_cast<const char*>(p) - b.shared);
 }
 
 void stop(const char* why, Site site) {

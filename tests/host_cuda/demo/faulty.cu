@@ -119,3 +119,27 @@ extern "C" __global__ void missing_syncwarp(const Args a) {
     const int from = __shfl_xor_sync(FULL_WARP, threadIdx.x, 1);
     a.partial[threadIdx.x] = a.out[from];
 }
+
+// TSan: a relaxed arrival passes nothing on.
+extern "C" __global__ void __cluster_dims__(8, 1, 1) cluster_relaxed(const Args a) {
+    __shared__ int told;
+    told = 0;
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    if (threadIdx.x == 0) *static_cast<int*>(__cluster_map_shared_rank(&told, (blockIdx.x + 1) % gridDim.x)) = 1;
+    __cluster_barrier_arrive_relaxed();
+    __cluster_barrier_wait();
+    if (threadIdx.x == 0) a.out[blockIdx.x] = told;
+}
+
+extern "C" __global__ void __cluster_dims__(8, 1, 1) cluster_stuck(const Args a) {
+    if (blockIdx.x == 1 && threadIdx.x == 3) __trap();
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    a.out[0] = 1;
+}
+
+extern "C" __global__ void __cluster_dims__(8, 1, 1) cluster_stranger(const Args a) {
+    __shared__ int told;
+    a.out[0] = __cluster_map_shared_rank(&told, gridDim.x) != nullptr;
+}

@@ -106,3 +106,20 @@ extern "C" __global__ void volatile_word(const Args a) {
     *word = 7;
     if (*word != 7) a.out[1] = 1;
 }
+
+// Each block tells the next one of its cluster what it has; a thread that has returned is not waited for.
+extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(64) cluster_ring(const Args a) {
+    __shared__ int told;
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    if (threadIdx.x == 0) {
+        const unsigned next = (blockIdx.x + 1) % gridDim.x;
+        *static_cast<int*>(__cluster_map_shared_rank(&told, next)) = a.in[blockIdx.x];
+    }
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    if (threadIdx.x == 63 && blockIdx.x % 2) return;
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    if (threadIdx.x == 0) a.out[blockIdx.x] = told;
+}
