@@ -282,34 +282,16 @@ __device__ __forceinline__ void put_at_once(const Args& a, u32 t, i64 s, u32 roo
 // says.
 struct Planned {
     const int *begins, *pages_before;
+    const u32* rooms;  // null: from the lengths
     u32 low, count;
 
-    // Where the tokens begin that go to new pages.
-    __device__ __forceinline__ u32 begins_new(const Args& a, u32 i) const {
+    // Tokens that its last page had room for.
+    __device__ __forceinline__ u32 room(const Args& a, u32 i) const {
+        if (rooms) return rooms[i];
         const u32 used = offset_of(a, a.prefix.given(low + i));
-        return begins[i] + (used == 0 ? 0 : static_cast<u32>(a.page_size) - used);
+        return used == 0 ? 0 : static_cast<u32>(a.page_size) - used;
     }
 };
-
-// Slots of tokens t to `end`, one by one, and `refused_slot` for those that are not granted; `i` is the request of t.
-__device__ __forceinline__ void write_each(
-    const Args& a, const Front& front, const Planned& plan, u32 granted, u32 i, u32 t, u32 end
-) {
-    for (; t < end; ++t) {
-        if (t >= granted) {
-            put_slot(a, t, a.refused_slot);
-            continue;
-        }
-        while (t >= static_cast<u32>(plan.begins[i + 1])) ++i;
-        const u32 begins_new = plan.begins_new(a, i);
-        if (t < begins_new) {
-            put_slot(a, t, a.last.given(plan.low + i) + 1 + (t - plan.begins[i]));
-        } else {
-            const u32 nth = full_pages(a, t - begins_new), offset = offset_of(a, t - begins_new);
-            put_slot(a, t, front.slot(a, plan.pages_before[i] + nth, offset == 0) + offset);
-        }
-    }
-}
 
 // A warp's part of the tokens from `begin` to `end`: rows that lie together, so that few of its tokens are another
 // request's than the ones before. It takes a division: best asked for while something else is on its way.
@@ -324,29 +306,57 @@ __device__ __forceinline__ Part part_of(const Args& a, u32 begin, u32 end, u32 w
     return {static_cast<u32>(from), from + chunk < end ? static_cast<u32>(from + chunk) : end};
 }
 
-// Slots of a part of the tokens, which begins at a multiple of 4.
+// A request of a plan while its tokens are written.
+struct Run {
+    u32 begin, begins_new, end, pages_before;
+    i64 before_old;  // the slot of its last token, minus `begin`
+
+    __device__ __forceinline__ Run() : begin(1), begins_new(1), end(0), pages_before(0), before_old(0) {}
+
+    __device__ __forceinline__ bool has(u32 t, u32 many) const { return t >= begin && t + many <= end; }
+
+    __device__ __forceinline__ void take(const Args& a, const Planned& plan, u32 i) {
+        begin = plan.begins[i];
+        end = plan.begins[i + 1];
+        begins_new = begin + plan.room(a, i);
+        pages_before = plan.pages_before[i];
+        if (begins_new > begin) before_old = a.last.given(plan.low + i) - begin;
+    }
+
+    // The slot of token t, how many from there on lie in its page, and the rank of the page that comes then.
+    __device__ __forceinline__ i64 slot(const Args& a, const Front& front, u32 t, u32& room, u32& next) const {
+        if (t < begins_new) {
+            room = begins_new - t;
+            next = pages_before;
+            return before_old + t + 1;
+        }
+        const u32 nth = full_pages(a, t - begins_new), offset = t - begins_new - nth * static_cast<u32>(a.page_size);
+        room = static_cast<u32>(a.page_size) - offset;
+        next = pages_before + nth + 1;
+        return front.slot(a, next - 1, offset == 0) + offset;
+    }
+};
+
+// Slots of a part of the tokens, which begins at a multiple of 4, and `refused_slot` for those that are not granted.
 __device__ __forceinline__ void write_tokens(
     const Args& a, const Front& front, const Planned& plan, u32 granted, const Part& part
 ) {
-    const u32 size = a.page_size, many = tokens_at_once(a), end = part.end;
-    const bool at_once = size >= many && !(reinterpret_cast<u64>(a.out) & 15);
-    u32 begins_new = 1, next = 0, pages_before = 0;
-    for (u32 t = part.begin + many * (threadIdx.x & 31); t < end; t += 32 * many) {
-        if (t < begins_new || t + many > next) {
-            const u32 i = t < granted ? request_of(plan.begins, t, 0u, plan.count - 1) : 0;
-            if (t < granted && at_once) {
-                begins_new = plan.begins_new(a, i);
-                next = plan.begins[i + 1];
-                pages_before = plan.pages_before[i];
-            }
-            if (t < begins_new || t + many > next) {
-                write_each(a, front, plan, granted, i, t, end - t < many ? end : t + many);
-                continue;
-            }
+    const u32 many = tokens_at_once(a);
+    // at most two pages' slots are stored at once
+    const bool at_once = static_cast<u32>(a.page_size) + 1 >= many && !(reinterpret_cast<u64>(a.out) & 15);
+    Run run;
+    u32 room, next;
+    for (u32 t = part.begin + many * (threadIdx.x & 31); t < part.end; t += 32 * many) {
+        if (!run.has(t, many) && t < granted) run.take(a, plan, request_of(plan.begins, t, 0u, plan.count - 1));
+        if (at_once && run.has(t, many)) {
+            const i64 first = run.slot(a, front, t, room, next);
+            put_at_once(a, t, first, room, room < many ? front.slot(a, next, true) - room : 0);
+            continue;
         }
-        const u32 nth = full_pages(a, t - begins_new), offset = t - begins_new - nth * size, room = size - offset;
-        const i64 first = front.slot(a, pages_before + nth, offset == 0) + offset;
-        put_at_once(a, t, first, room, room < many ? front.slot(a, pages_before + nth + 1, true) - room : 0);
+        for (u32 k = t; k < t + many && k < part.end; ++k) {
+            if (k < granted && !run.has(k, 1)) run.take(a, plan, request_of(plan.begins, k, 0u, plan.count - 1));
+            put_slot(a, k, k < granted ? run.slot(a, front, k, room, next) : a.refused_slot);
+        }
     }
 }
 
@@ -645,7 +655,7 @@ __device__ __forceinline__ void extend(const Args& a) {
         }
         if (i == 0) a.plan_tokens[a.n] = static_cast<int>(tokens);
     } else if constexpr (!TABLE) {
-        const Planned plan = {begins, pages_before, 0, static_cast<u32>(a.n)};
+        const Planned plan = {begins, pages_before, nullptr, 0, static_cast<u32>(a.n)};
         write_tokens(a, front, plan, static_cast<u32>(granted), part);
     } else {
         for (i64 t = i; t < a.num_tokens; t += blockDim.x) {
@@ -690,15 +700,19 @@ extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__
     const Part part = part_of(
         a, 0, static_cast<u32>(a.num_tokens), (rank * blockDim.x + threadIdx.x) >> 5, (blockDim.x * gridDim.x) >> 5
     );
+    // The first of the share, or any other: asked for before anything is waited for.
+    const u32 at = base + threadIdx.x < end ? base + threadIdx.x : 0;
+    Request r = {0, 0, -1, 0, false};
+    if (n > 0) r = {a.prefix.given(at), a.seq.given(at), a.last.given(at), 0, false};
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
         const i64 sums = pages_and_tokens(a, {a.prefix.given(i), a.seq.given(i), -1, 0, false});
         begins[i] = static_cast<int>(sums & 0xffffffffLL);
         pages_before[i] = static_cast<int>(sums >> 32);
     }
-    bool fine = true;
-    for (u32 i = base + threadIdx.x; i < end; i += blockDim.x) {
-        Request r = {a.prefix.given(i), a.seq.given(i), a.last.given(i), 0, false};
+    bool fine = is_fine<false>(a, b.num_pages, r) || base + threadIdx.x >= end;
+    for (u32 i = base + threadIdx.x + blockDim.x; i < end; i += blockDim.x) {
+        r = {a.prefix.given(i), a.seq.given(i), a.last.given(i), 0, false};
         fine = is_fine<false>(a, b.num_pages, r) && fine;
     }
     __syncthreads();
@@ -730,7 +744,7 @@ extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__
     if (rank == gridDim.x - 1) commit(a, b, o, total, tokens);
     const Front front = {static_cast<u32>(b.head), nullptr, 0, true};
     const u32 granted = o.status == STATUS_OK ? static_cast<u32>(tokens) : 0;
-    write_tokens(a, front, {begins, pages_before, 0, n}, granted, part);
+    write_tokens(a, front, {begins, pages_before, nullptr, 0, n}, granted, part);
 }
 #endif
 
@@ -861,28 +875,35 @@ struct Tile {
     }
 };
 
+__device__ __forceinline__ Planned all_planned(const Args& a) {
+    return {a.plan_tokens, a.plan_pages, nullptr, 0, static_cast<u32>(a.n)};
+}
+
 // Tokens of a batch of which a tile's requests are only a part.
 __device__ __noinline__ void write_far_tokens(const Args& a, const Granted& granted, u32 begin, u32 end) {
-    const Planned plan = {a.plan_tokens, a.plan_pages, 0, static_cast<u32>(a.n)};
     const Part part = part_of(a, begin, end, threadIdx.x >> 5, WRITE_THREADS >> 5);
-    write_tokens(a, granted.front, plan, granted.tokens, part);
+    write_tokens(a, granted.front, all_planned(a), granted.tokens, part);
 }
 
 // A tile of the output a block, so that one long request is spread over the whole GPU.
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS) write_slots(const __grid_constant__ Args a) {
     __shared__ int begins[TILE_REQUESTS + 1], pages_before[TILE_REQUESTS];
+    __shared__ u32 rooms[TILE_REQUESTS];
     const u32 num_tokens = static_cast<u32>(a.num_tokens), quads = (num_tokens + 3) / 4;
     const u32 size = 4 * ((quads + gridDim.x - 1) / gridDim.x), begin = blockIdx.x * size;
     if (begin >= num_tokens) return;
     const u32 end = num_tokens - begin < size ? num_tokens : begin + size;
     const Granted granted = load_granted(a);
     const Tile tile(a, begin, granted.tokens);
+    const Planned all = all_planned(a);
     for (u32 i = threadIdx.x; i <= tile.count; i += WRITE_THREADS) {
         begins[i] = a.plan_tokens[tile.low + i];
-        if (i < tile.count) pages_before[i] = a.plan_pages[tile.low + i];
+        if (i == tile.count) break;
+        pages_before[i] = a.plan_pages[tile.low + i];
+        rooms[i] = all.room(a, tile.low + i);
     }
     __syncthreads();
-    const Planned plan = {begins, pages_before, tile.low, tile.count};
+    const Planned plan = {begins, pages_before, rooms, tile.low, tile.count};
     u32 known = end;
     if (!tile.all && static_cast<u32>(begins[tile.count]) < end) known = begins[tile.count] & ~3u;
     const Part part = part_of(a, begin, known, threadIdx.x >> 5, WRITE_THREADS >> 5);
