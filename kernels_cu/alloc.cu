@@ -700,18 +700,19 @@ extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__
     const Part part = part_of(
         a, 0, static_cast<u32>(a.num_tokens), (rank * blockDim.x + threadIdx.x) >> 5, (blockDim.x * gridDim.x) >> 5
     );
-    // The first of the share, or any other: asked for before anything is waited for.
-    const u32 at = base + threadIdx.x < end ? base + threadIdx.x : 0;
+    // The first of the share is asked for before anything is waited for.
+    const u32 at = base + threadIdx.x;
+    const bool mine = at < end;
     Request r = {0, 0, -1, 0, false};
-    if (n > 0) r = {a.prefix.given(at), a.seq.given(at), a.last.given(at), 0, false};
-#pragma unroll 4
+    if (mine) r = {a.prefix.given(at), a.seq.given(at), a.last.given(at), 0, false};
+#pragma unroll 2
     for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
         const i64 sums = pages_and_tokens(a, {a.prefix.given(i), a.seq.given(i), -1, 0, false});
         begins[i] = static_cast<int>(sums & 0xffffffffLL);
         pages_before[i] = static_cast<int>(sums >> 32);
     }
-    bool fine = is_fine<false>(a, b.num_pages, r) || base + threadIdx.x >= end;
-    for (u32 i = base + threadIdx.x + blockDim.x; i < end; i += blockDim.x) {
+    bool fine = !mine || is_fine<false>(a, b.num_pages, r);
+    for (u32 i = at + blockDim.x; i < end; i += blockDim.x) {
         r = {a.prefix.given(i), a.seq.given(i), a.last.given(i), 0, false};
         fine = is_fine<false>(a, b.num_pages, r) && fine;
     }
@@ -722,10 +723,10 @@ extern "C" __global__ void __cluster_dims__(MOST_BLOCKS, 1, 1) __launch_bounds__
         sums += static_cast<i64>(pages_before[i]) << 32 | static_cast<u32>(begins[i]);
     i64 all, before = block_exclusive(sums, carry, all);
     for (u32 i = first; i < first + each && i < n; ++i) {
-        const i64 mine = static_cast<i64>(pages_before[i]) << 32 | static_cast<u32>(begins[i]);
+        const i64 its = static_cast<i64>(pages_before[i]) << 32 | static_cast<u32>(begins[i]);
         begins[i] = static_cast<int>(before & 0xffffffffLL);
         pages_before[i] = static_cast<int>(before >> 32);
-        before += mine;
+        before += its;
     }
     if (threadIdx.x == 0) begins[n] = static_cast<int>(all & 0xffffffffLL);
     exchange.open();
