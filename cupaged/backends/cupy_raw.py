@@ -108,11 +108,11 @@ ARGS = np.dtype(
 _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
 _TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
 _HANDOFF_OFFSET = ARGS.fields["page_parts"][1]  # type: ignore[index]
-_PACK_TABLE = struct.Struct("<QqqqqQqiIQiI").pack_into
+_PACK_TABLE = struct.Struct("<QqqqqQqi4xQi4x").pack_into
 _SLOT_REFS_OFFSET = ARGS.fields["slot_refs"][1]  # type: ignore[index]
 _PACK_ADDRESS = struct.Struct("<Q").pack_into
 _PACK_HANDOFF = struct.Struct("<iqQQ").pack_into
-_PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
+_PACK_OP = struct.Struct("<qq Qqi4x Qqi4x Qqi4x Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
 
 
@@ -234,15 +234,12 @@ class CudaBackend(GpuBackend):
             prefix[0],
             prefix[1],
             prefix[2],
-            0,
             seq[0],
             seq[1],
             seq[2],
-            0,
             last[0],
             last[1],
             last[2],
-            0,
             out,
             num_tokens,
             n,
@@ -266,10 +263,8 @@ class CudaBackend(GpuBackend):
             rows[0],
             rows[1],
             rows[2],
-            0,
             slot_refs,
             paged,
-            0,
         )
 
     def _no_table(self) -> None:

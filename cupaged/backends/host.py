@@ -78,7 +78,7 @@ class HostBackend:
 
     def check_lengths(self, prefix: np.ndarray | None, seq: np.ndarray, num_tokens: int | None) -> None:
         """Raise ``ValueError`` for lengths that no allocation can mean; a decode has neither `prefix` nor a sum."""
-        check_lengths(seq - 1 if prefix is None else prefix, seq, num_tokens)
+        check_lengths(prefix, seq, num_tokens)
 
     def table(self, x: Any, name: str) -> np.ndarray:
         """The request table as the kernels take it."""
