@@ -8,7 +8,16 @@ import numpy as np
 
 from cupaged.layout import INT32_LARGEST
 
-__all__ = ["check_lengths", "extend_bounds", "pages_begun", "pages_for", "pages_taken", "whole"]
+__all__ = [
+    "check_lengths",
+    "extend_bounds",
+    "largest",
+    "pages_begun",
+    "pages_for",
+    "pages_taken",
+    "smallest",
+    "whole",
+]
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -71,13 +80,16 @@ def check_lengths(prefix_lens: np.ndarray | None, seq_lens: np.ndarray, num_toke
         What their differences must sum to; None for a decode, whose `seq_lens` must be at least 1.
     """
     if prefix_lens is None or num_tokens is None:
-        if seq_lens.size and not (_least(seq_lens) >= 1 and _most(seq_lens) <= INT32_LARGEST):
+        if seq_lens.size and not (smallest(seq_lens) >= 1 and largest(seq_lens) <= INT32_LARGEST):
             _name_wrong_length(None, seq_lens)
         return
     added = seq_lens - prefix_lens
     # where the first two are not negative, the last has not wrapped
     if seq_lens.size and not (
-        _least(prefix_lens) >= 0 and _least(seq_lens) >= 0 and _most(seq_lens) <= INT32_LARGEST and _least(added) >= 0
+        smallest(prefix_lens) >= 0
+        and smallest(seq_lens) >= 0
+        and largest(seq_lens) <= INT32_LARGEST
+        and smallest(added) >= 0
     ):
         _name_wrong_length(prefix_lens, seq_lens)
     total = int(np.add.reduce(added, dtype=np.int64))
@@ -85,12 +97,13 @@ def check_lengths(prefix_lens: np.ndarray | None, seq_lens: np.ndarray, num_toke
         raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
 
 
-# By their index: min() and max() take several times as long for a batch.
-def _least(array: np.ndarray) -> int:
+def smallest(array: np.ndarray) -> int:
+    """The smallest entry, of at least one, by its index: for a batch, min() takes several times as long."""
     return array.item(array.argmin())
 
 
-def _most(array: np.ndarray) -> int:
+def largest(array: np.ndarray) -> int:
+    """The largest entry, as `smallest` finds it."""
     return array.item(array.argmax())
 
 

@@ -166,7 +166,7 @@ def _from_list(x: Sequence, name: str) -> np.ndarray:
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
     if array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1:
         raise ValueError(f"{name} holds {array.max()}, which does not fit int64")
-    return array if array.dtype == np.int32 else array.astype(np.int64)
+    return array if array.dtype == np.int32 else array.astype(np.int64, copy=False)
 
 
 def host_vector(x: Any, name: str) -> np.ndarray:

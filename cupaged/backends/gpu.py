@@ -286,13 +286,13 @@ class GpuBackend:
         address, stride, wide, n, owner = vector
         return address, stride * self.page_size, wide, -(-n // self.page_size), owner
 
-    def columns(self, array: np.ndarray) -> tuple[DeviceVector, ...]:
-        """Columns of an int64 array on the host, each as a vector: one copy to the device for all."""
+    def vectors(self, array: np.ndarray) -> tuple[DeviceVector, ...]:
+        """Rows of an int64 array on the host, each as a vector: one copy to the device for all."""
         if self.capturing:
             raise CaptureError(f"lengths on the host cannot be captured; a captured op needs arrays on {self.device}")
-        n, width = array.shape
-        address, _, _, _, owner = device_vector(self._upload(array.reshape(-1)), "columns", self.index)
-        return tuple((address + 8 * i, 8 * width, 1, n, owner) for i in range(width))
+        count, n = array.shape
+        address, _, _, _, owner = device_vector(self._upload(array.reshape(-1)), "vectors", self.index)
+        return tuple([(address + 8 * n * i, 8, 1, n, owner) for i in range(count)])
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """New int32 array in the library of results."""

@@ -187,9 +187,9 @@ class HostBackend:
         """Every page_size-th entry."""
         return np.ascontiguousarray(vector[:: self.page_size])
 
-    def columns(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Columns of an int64 array, each as a vector."""
-        return tuple(np.ascontiguousarray(column) for column in array.T)
+    def vectors(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Rows of an int64 array, each as a vector."""
+        return tuple(np.ascontiguousarray(array))
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """New int32 array in the library of results."""
