@@ -276,9 +276,8 @@ class KVAllocator(PoolAllocator):
             row_vector, befores, afters = backend.vectors(np.array((rows, before, after)))
             if not self._take(Kind.KV_BATCH, new, row_vector, befores, afters, total, slots):
                 return None
-            some = (
-                slice(None) if smallest(needs) > 0 else needs > 0
-            )  # rows that were given nothing keep what they had
+            # rows that were given nothing keep what they had
+            some = slice(None) if smallest(needs) > 0 else needs > 0
             self._note_rows(rows[some], after[some])
             self._finish(result)
             if self.debug_mode:
