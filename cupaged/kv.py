@@ -665,8 +665,12 @@ class KVAllocator(PoolAllocator):
             return
         listed = host_array(rows, "req_pool_indices")
         real = listed[listed != self.pad_row]
-        inside = (real >= 0) & (real < self.max_batch_size) & (lengths <= self.max_page_num * self.page_size)
-        self._note_rows(real[inside], lengths[inside])
+        if not real.size:
+            return
+        if smallest(real) < 0 or largest(real) >= self.max_batch_size or largest(lengths) > self._tokens_a_row:
+            inside = (real >= 0) & (real < self.max_batch_size) & (lengths <= self._tokens_a_row)
+            real, lengths = real[inside], lengths[inside]
+        self._note_rows(real, lengths)
 
     def _note_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:
         pages = -(-lengths // self.page_size)

@@ -172,7 +172,7 @@ class PagePool:
                 or len(self._pending) >= FEW_PENDING
                 or self._last_retain > self._mail_op
             ):
-                self._read_mail()  # else it is read when an allocation needs what it says
+                self._news()  # else it is read when an allocation needs what it says
             if raising and self._deferred is not None:
                 self.raise_recorded()
         except BaseException:

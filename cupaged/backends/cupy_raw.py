@@ -108,9 +108,9 @@ ARGS = np.dtype(
 _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
 _TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
 _HANDOFF_OFFSET = ARGS.fields["page_parts"][1]  # type: ignore[index]
-_PACK_TABLE = struct.Struct("<QqqqqQqi4xQi4x").pack_into
-_SLOT_REFS_OFFSET = ARGS.fields["slot_refs"][1]  # type: ignore[index]
-_PACK_ADDRESS = struct.Struct("<Q").pack_into
+_TABLE = struct.Struct("<QqqqqQqi4xQi4x")
+_PACK_TABLE = _TABLE.pack_into
+_PACK_NO_TABLE = struct.Struct(f"<{_TABLE.size}x").pack_into
 _PACK_HANDOFF = struct.Struct("<iqQQ").pack_into
 _PACK_OP = struct.Struct("<qq Qqi4x Qqi4x Qqi4x Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
@@ -268,8 +268,7 @@ class CudaBackend(GpuBackend):
         )
 
     def _no_table(self) -> None:
-        _PACK_ADDRESS(self._buffer, _TABLE_OFFSET, 0)
-        _PACK_ADDRESS(self._buffer, _SLOT_REFS_OFFSET, 0)
+        _PACK_NO_TABLE(self._buffer, _TABLE_OFFSET)
 
     # ---- operations --------------------------------------------------------------------------------------------
 
