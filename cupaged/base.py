@@ -8,7 +8,7 @@ import numpy as np
 
 from cupaged import backends
 from cupaged.errors import CaptureError, IntegrityError
-from cupaged.geometry import check_lengths, extend_bounds, pages_taken, whole
+from cupaged.geometry import check_lengths, extend_bounds, largest, pages_begun, pages_taken, smallest, whole
 from cupaged.handoff import HandOffs
 from cupaged.interop import host_array, is_on_gpu, library_of, parse_device, to_host
 from cupaged.layout import INT32_LARGEST, Kind, Where, Word
@@ -162,11 +162,17 @@ class PoolAllocator(HandOffs):
         self.pool.enter(library)
         try:
             cells = backend.table(table, "table")
+            on_host = self._are_on_host(rows, seq, prefix)
+            if on_host:
+                rows, seq = host_array(rows, "req_pool_indices"), host_array(seq, "seq_lens")
+                prefix = None if prefix is None else host_array(prefix, "prefix_lens")
             row_vector = backend.vector(rows, "req_pool_indices")
             seq_vector = backend.vector(seq, "seq_lens")
             prefix_vector = None if prefix is None else backend.vector(prefix, "prefix_lens")
             batch = backend.length(row_vector)
-            self._same_length(batch, seq_lens=seq_vector, prefix_lens=prefix_vector)
+            self._check_length(seq_vector, "seq_lens", batch)
+            if prefix_vector is not None:
+                self._check_length(prefix_vector, "prefix_lens", batch)
             if num_tokens is None:
                 num_tokens, (least, most) = batch, (0, batch)
                 sort_bound = batch
@@ -174,12 +180,13 @@ class PoolAllocator(HandOffs):
                 least, most = extend_bounds(num_tokens, batch, size)
                 sort_bound = num_tokens // size + batch + 1
                 least = 0  # padded rows take none
-            known = self._known_lengths(rows, prefix, seq)
-            if known is not None:
-                before, after, padding_tokens = known
+            after = None
+            if on_host:
+                before, after, padding_tokens = self._real_lengths(rows, prefix, seq)
                 check_lengths(before, after, None if prefix is None else num_tokens - padding_tokens)
                 if self._on_gpu or num_tokens > self.pool.num_pages * size:
-                    least = most = pages_taken(before, after, size)
+                    begun = pages_begun(before, size) if prefix is None else pages_taken(before, after, size)
+                    least = most = begun
             if least > self.pool.num_pages and not self.pool.capturing:
                 return self._finish(self.pool.refuse(sort_bound))  # before memory is asked for
             read = [v for v in (row_vector, prefix_vector, seq_vector) if v is not None]
@@ -202,7 +209,7 @@ class PoolAllocator(HandOffs):
                 slots,
             )
             if granted:
-                self._after_step(table, rows, None if known is None else known[1])
+                self._after_step(table, rows, after)
             self._finish(result if granted else None, padding=True)
             if granted and self.debug_mode and not self.pool.capturing:
                 lengths = to_host(seq) if is_on_gpu(seq) else host_array(seq, "seq_lens")
@@ -211,15 +218,16 @@ class PoolAllocator(HandOffs):
         finally:
             self.pool.leave()
 
-    def _known_lengths(self, rows: Any, prefix: Any, seq: Any) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """Lengths before and after of the rows that do not pad, and the padded ones' tokens, if the host knows."""
-        if self._on_gpu and (is_on_gpu(rows) or is_on_gpu(seq) or (prefix is not None and is_on_gpu(prefix))):
-            return None
-        real = host_array(rows, "req_pool_indices") != self.pad_row
-        after = host_array(seq, "seq_lens")
-        before = after if prefix is None else host_array(prefix, "prefix_lens")
-        if prefix is None:
-            after = after + np.int64(1)
+    def _are_on_host(self, rows: Any, seq: Any, other: Any) -> bool:
+        """Whether the host can read what a step is given."""
+        return not self._on_gpu or not (is_on_gpu(rows) or is_on_gpu(seq) or (other is not None and is_on_gpu(other)))
+
+    def _real_lengths(
+        self, rows: np.ndarray, prefix: np.ndarray | None, seq: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Lengths before and after of the rows that do not pad, and the padded ones' tokens."""
+        real = rows != self.pad_row
+        before, after = (seq, seq + np.int64(1)) if prefix is None else (prefix, seq)
         if np.count_nonzero(real) == real.size:
             return before, after, 0
         # Differences only of those that hold: others may not fit their type.
@@ -266,16 +274,22 @@ class PoolAllocator(HandOffs):
         self.pool.enter(backend.use_library(seq, rows, table))
         try:
             cells = backend.table(table, "table")
+            on_host = self._are_on_host(rows, seq, keep)
+            if on_host:
+                rows, seq = host_array(rows, "req_pool_indices"), host_array(seq, "seq_lens")
+                keep = None if keep is None else host_array(keep, "new_seq_lens")
             row_vector = backend.vector(rows, "req_pool_indices")
             seq_vector = backend.vector(seq, "seq_lens")
             keep_vector = None if keep is None else backend.vector(keep, "new_seq_lens")
             batch = backend.length(row_vector)
-            self._same_length(batch, seq_lens=seq_vector, new_seq_lens=keep_vector)
+            self._check_length(seq_vector, "seq_lens", batch)
+            if keep_vector is not None:
+                self._check_length(keep_vector, "new_seq_lens", batch)
             certain, most, before = 0, self.pool.num_pages, None
-            if not self._on_gpu or not (is_on_gpu(rows) or is_on_gpu(seq) or (keep is not None and is_on_gpu(keep))):
-                real = host_array(rows, "req_pool_indices") != self.pad_row
-                after = host_array(seq, "seq_lens")[real]
-                before = np.zeros_like(after) if keep is None else host_array(keep, "new_seq_lens")[real]
+            if on_host:
+                real = rows != self.pad_row
+                after = seq[real]
+                before = np.zeros(after.size, after.dtype) if keep is None else keep[real]
                 _check_trim(before, after)
                 most = pages_taken(before, after, self.page_size)
                 certain = 0 if self.pool.may_share() else most
@@ -298,13 +312,10 @@ class PoolAllocator(HandOffs):
         finally:
             self.pool.leave()
 
-    def _same_length(self, batch: int, **vectors: Any) -> None:
-        for name, vector in vectors.items():
-            if vector is not None and self.backend.length(vector) != batch:
-                raise ValueError(
-                    f"{name} must have one entry for each of the {batch} req_pool_indices, "
-                    f"not {self.backend.length(vector)}"
-                )
+    def _check_length(self, vector: Any, name: str, batch: int) -> None:
+        n = self.backend.length(vector)
+        if n != batch:
+            raise ValueError(f"{name} must have one entry for each of the {batch} req_pool_indices, not {n}")
 
     def _before_step(self, table: Any, rows: Any) -> None:
         """Hear that a step will read these rows of a table."""
@@ -431,6 +442,10 @@ class PoolAllocator(HandOffs):
 
 
 def _check_trim(before: np.ndarray, after: np.ndarray) -> None:
+    if not after.size or (
+        smallest(before) >= 0 and largest(after) <= INT32_LARGEST and not np.count_nonzero(before > after)
+    ):
+        return
     for i in np.flatnonzero((before < 0) | (before > after) | (after > INT32_LARGEST))[:1]:
         raise ValueError(
             f"a request of {after[i]} tokens cannot be cut to {before[i]}: new_seq_lens must lie between 0 and "

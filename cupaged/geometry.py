@@ -8,7 +8,16 @@ import numpy as np
 
 from cupaged.layout import INT32_LARGEST
 
-__all__ = ["check_lengths", "extend_bounds", "pages_begun", "pages_for", "pages_taken", "whole"]
+__all__ = [
+    "check_lengths",
+    "extend_bounds",
+    "largest",
+    "pages_begun",
+    "pages_for",
+    "pages_taken",
+    "smallest",
+    "whole",
+]
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -60,38 +69,57 @@ def extend_bounds(num_tokens: int, batch: int, page_size: int) -> tuple[int, int
     return least, min(num_tokens, num_tokens // page_size + batch)
 
 
-def check_lengths(prefix_lens: np.ndarray, seq_lens: np.ndarray, num_tokens: int | None) -> None:
+def check_lengths(prefix_lens: np.ndarray | None, seq_lens: np.ndarray, num_tokens: int | None) -> None:
     """Raise ``ValueError`` for host-known lengths that no allocation can mean.
 
     Parameters
     ----------
     prefix_lens, seq_lens : numpy.ndarray
-        Integer arrays of shape ``(batch,)``.
+        Integer arrays of shape ``(batch,)``; a decode needs no `prefix_lens`.
     num_tokens : int or None
         What their differences must sum to; None for a decode, whose `seq_lens` must be at least 1.
     """
+    if prefix_lens is None or num_tokens is None:
+        if seq_lens.size and not (smallest(seq_lens) >= 1 and largest(seq_lens) <= INT32_LARGEST):
+            _name_wrong_length(None, seq_lens)
+        return
     added = seq_lens - prefix_lens
-    # a negative one among them shows in the sign of all, and where the first three are not, the last has not wrapped
-    signs = (INT32_LARGEST - seq_lens) | seq_lens | prefix_lens | added
-    if signs.size and np.minimum.reduce(signs) < 0:
-        _name_wrong_length(prefix_lens, seq_lens, num_tokens is None)
-    if num_tokens is not None:
-        total = int(np.add.reduce(added, dtype=np.int64))
-        if total != num_tokens:
-            raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
+    # where the first two are not negative, the last has not wrapped
+    if seq_lens.size and not (
+        smallest(prefix_lens) >= 0
+        and smallest(seq_lens) >= 0
+        and largest(seq_lens) <= INT32_LARGEST
+        and smallest(added) >= 0
+    ):
+        _name_wrong_length(prefix_lens, seq_lens)
+    total = int(np.add.reduce(added, dtype=np.int64))
+    if total != num_tokens:
+        raise ValueError(f"extend_num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
 
 
-def _name_wrong_length(prefix_lens: np.ndarray, seq_lens: np.ndarray, decode: bool) -> None:
-    if decode and int(seq_lens.min()) < 1:
+def smallest(array: np.ndarray) -> int:
+    """The smallest entry, of at least one, by its index: for a batch, min() takes several times as long."""
+    return array.item(array.argmin())
+
+
+def largest(array: np.ndarray) -> int:
+    """The largest entry, as `smallest` finds it."""
+    return array.item(array.argmax())
+
+
+def _name_wrong_length(prefix_lens: np.ndarray | None, seq_lens: np.ndarray) -> None:
+    if prefix_lens is None:
         i = int(seq_lens.argmin())
-        raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, but a decode needs at least 1")
-    i = int(prefix_lens.argmin())
-    if prefix_lens[i] < 0:
-        raise ValueError(f"prefix_lens[{i}] is {prefix_lens[i]}, but a length cannot be negative")
-    shrinks = seq_lens < prefix_lens
-    if shrinks.any():
-        i = int(shrinks.argmax())
-        raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, less than prefix_lens[{i}], {prefix_lens[i]}")
+        if seq_lens[i] < 1:
+            raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, but a decode needs at least 1")
+    else:
+        i = int(prefix_lens.argmin())
+        if prefix_lens[i] < 0:
+            raise ValueError(f"prefix_lens[{i}] is {prefix_lens[i]}, but a length cannot be negative")
+        shrinks = seq_lens < prefix_lens
+        if shrinks.any():
+            i = int(shrinks.argmax())
+            raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, less than prefix_lens[{i}], {prefix_lens[i]}")
     i = int(seq_lens.argmax())
     raise ValueError(f"seq_lens[{i}] is {seq_lens[i]}, but a request has at most 2**31 - 1 tokens")
 

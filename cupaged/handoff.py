@@ -341,10 +341,11 @@ class HandOffs:
 
     def _same_batch(self, rows: Any, **vectors: Any) -> int:
         batch: int = self.backend.length(rows)
-        self._same_length(batch, **vectors)
+        for name, vector in vectors.items():
+            self._check_length(vector, name, batch)
         return batch
 
-    def _same_length(self, batch: int, **vectors: Any) -> None:
+    def _check_length(self, vector: Any, name: str, batch: int) -> None:
         raise NotImplementedError
 
     def _check_capture(self, out: Any) -> None:

@@ -134,7 +134,7 @@ def host_array(x: Any, name: str) -> np.ndarray:
 def _as_numpy(x: Any, name: str) -> np.ndarray:
     if isinstance(x, np.ndarray):
         return np.asarray(x)
-    if isinstance(x, list | tuple | range):
+    if type(x) not in _TENSORS and isinstance(x, list | tuple | range):
         return _from_list(x, name)
     if is_on_gpu(x):
         raise ValueError(f"{name} is on a GPU, but this allocator is on the CPU")
@@ -166,7 +166,7 @@ def _from_list(x: Sequence, name: str) -> np.ndarray:
         raise TypeError(f"{name} must hold integers, not {array.dtype}")
     if array.dtype.kind == "u" and array.size and int(array.max()) > 2**63 - 1:
         raise ValueError(f"{name} holds {array.max()}, which does not fit int64")
-    return array if array.dtype == np.int32 else array.astype(np.int64)
+    return array if array.dtype == np.int32 else array.astype(np.int64, copy=False)
 
 
 def host_vector(x: Any, name: str) -> np.ndarray:
@@ -229,11 +229,12 @@ def _read_torch(x: Any, name: str, device: int) -> DeviceVector:
         wide = 0
     else:
         raise TypeError(f"{name} must be int32 or int64, not {dtype}")
-    if x.dim() != 1:
+    strides = x.stride()
+    if len(strides) != 1:
         raise ValueError(f"{name} must have one dimension, not shape {tuple(x.shape)}")
     if x.get_device() != device:
         raise ValueError(f"{name} is on {x.device}, but this allocator is on cuda:{device}")
-    return x.data_ptr(), x.stride(0) << (2 + wide), wide, x.numel(), x
+    return x.data_ptr(), strides[0] << (2 + wide), wide, x.numel(), x
 
 
 def _read_cupy(x: Any, name: str, device: int) -> DeviceVector:
@@ -315,8 +316,9 @@ def device_table(x: Any, name: str, device: int) -> DeviceTable:
     ValueError
         If it has not two dimensions, its rows are not contiguous, it is read-only, or on another device.
     """
-    if type(x) in _TENSORS and _is_plain_table(x, device):
-        return x.data_ptr(), x.stride(0), x.size(0), x.size(1), x
+    plain = _plain_table(x, device) if type(x) in _TENSORS else None
+    if plain is not None:
+        return plain
     if not is_on_gpu(x):
         raise ValueError(f"{name} is on the host, but this allocator is on cuda:{device}")
     address, shape, strides, is_int32, dtype, found = _describe(x)
@@ -330,12 +332,14 @@ def device_table(x: Any, name: str, device: int) -> DeviceTable:
     return address, strides[0] // 4, shape[0], shape[1], x
 
 
-def _is_plain_table(x: Any, device: int) -> bool:
-    """Whether a tensor has nothing to complain of: what every step asks."""
-    if x.dtype is not sys.modules["torch"].int32 or x.dim() != 2 or x.get_device() != device:
-        return False
-    columns = x.size(1)
-    return x.stride(1) == 1 and columns > 0 and x.stride(0) >= columns
+def _plain_table(x: Any, device: int) -> DeviceTable | None:
+    """A tensor that has nothing to complain of, as every step's should be."""
+    if x.dtype is not sys.modules["torch"].int32 or x.get_device() != device:
+        return None
+    shape, strides = x.shape, x.stride()
+    if len(shape) != 2 or strides[1] != 1 or not 0 < shape[1] <= strides[0]:
+        return None
+    return x.data_ptr(), strides[0], shape[0], shape[1], x
 
 
 def _describe(x: Any) -> tuple[int, tuple, tuple, bool, Any, int | None]:

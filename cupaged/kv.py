@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from cupaged.base import PoolAllocator, whole
-from cupaged.geometry import pages_for
+from cupaged.geometry import largest, pages_for, pages_taken, smallest
 from cupaged.interop import differing, host_array, is_on_gpu, library_of, to_host
 from cupaged.layout import INT32_LARGEST, SKIPPED_PAGE, Kind, Where
 
@@ -196,7 +196,8 @@ class KVAllocator(PoolAllocator):
         need = whole("need_size", need_size, 0)
         after = before + need
         pages = pages_for(after, self.page_size)
-        if self._row_is_full(row, before, need):
+        if after > self._most_tokens:
+            self._warn_full(row, before, need)
             return None
         if self._told and row in self._queued_rows():
             self._flush()
@@ -250,16 +251,15 @@ class KVAllocator(PoolAllocator):
         if not rows.shape == needs.shape == before.shape:
             sizes = f"{rows.size}, {needs.size} and {before.size}"
             raise ValueError(f"{', '.join(names)} must be of one length, not {sizes}")
-        after, size = before + needs, self.page_size
         self._check_rows(rows, needs, before)
+        after, size = before + needs, self.page_size
         offsets = np.zeros(rows.size + 1, np.int64)
         np.add.accumulate(needs, out=offsets[1:])
         total = int(offsets[-1])
-        if rows.size and np.maximum.reduce(after) > self._most_tokens:
+        if rows.size and largest(after) > self._most_tokens:
             i = int((after > self._most_tokens).argmax())
-            self._row_is_full(int(rows[i]), int(before[i]), int(needs[i]))
+            self._warn_full(int(rows[i]), int(before[i]), int(needs[i]))
             return None
-        pages = -(-after // size)
         if self._told and not self._queued_rows().isdisjoint(rows.tolist()):
             self._flush()
         backend, library = self.backend, self.backend.library
@@ -269,24 +269,19 @@ class KVAllocator(PoolAllocator):
             as_torch = library == "torch"
             if total == 0:
                 return backend.output(library, 0)[0], _host_view(offsets, as_torch)
-            new = int(np.add.reduce(pages + -before // size))
+            new = pages_taken(before, after, size)
             if new > self.pool.num_pages:
                 return self._finish(self.pool.refuse(new))
             result, slots = backend.output(library, total)
-            columns = np.empty((rows.size, 3), np.int64)
-            columns[:, 0], columns[:, 1], columns[:, 2] = rows, before, after
-            row_vector, befores, afters = backend.columns(columns)
+            row_vector, befores, afters = backend.vectors(np.array((rows, before, after)))
             if not self._take(Kind.KV_BATCH, new, row_vector, befores, afters, total, slots):
                 return None
-            if np.minimum.reduce(needs) == 0:  # rows that were given nothing keep what they had
-                given_some = needs > 0
-                rows, pages, after = rows[given_some], pages[given_some], after[given_some]
-            self._num_pages[rows] = pages
-            self._last_slot[rows] = (after - 1) % size
-            self._changed[rows] = self._any_changed = True
+            # rows that were given nothing keep what they had
+            some = slice(None) if smallest(needs) > 0 else needs > 0
+            self._note_rows(rows[some], after[some])
             self._finish(result)
             if self.debug_mode:
-                self._check_rows_unique(self.req_to_page, columns[:, 0], columns[:, 2], pad_row=None)
+                self._check_rows_unique(self.req_to_page, rows, after, pad_row=None)
             return result, _host_view(offsets, as_torch)
         finally:
             self.pool.leave()
@@ -305,9 +300,11 @@ class KVAllocator(PoolAllocator):
     def _check_rows(self, rows: np.ndarray, needs: np.ndarray, before: np.ndarray) -> None:
         if not rows.size:
             return
-        most, last_row = INT32_LARGEST, self.max_batch_size - 1
-        # a negative one among them shows in the sign of all
-        if np.minimum.reduce(rows | needs | before | (most - needs) | (most - before) | (last_row - rows)) < 0:
+        if (
+            min(smallest(rows), smallest(needs), smallest(before)) < 0
+            or max(largest(needs), largest(before)) > INT32_LARGEST
+            or largest(rows) >= self.max_batch_size
+        ):
             self._name_wrong_row(rows, needs, before)
         numbers = np.arange(rows.size)
         self._place[rows] = numbers
@@ -323,19 +320,15 @@ class KVAllocator(PoolAllocator):
         for i in np.flatnonzero(rows >= self.max_batch_size)[:1]:
             raise ValueError(f"req_pool_indices[{i}] is {rows[i]}, but max_batch_size is {self.max_batch_size}")
 
-    def _row_is_full(self, row: int, before: int, need: int) -> bool:
-        pages = pages_for(before + need, self.page_size)
-        if pages <= self.max_page_num and before + need <= INT32_LARGEST:
-            return False
+    def _warn_full(self, row: int, before: int, need: int) -> None:
         log.warning(
             "row %d is full: %d tokens more than its %d need %d pages, but a row has %d",
             row,
             need,
             before,
-            pages,
+            pages_for(before + need, self.page_size),
             self.max_page_num,
         )
-        return True
 
     # ---- frees: a queue that is always on ----------------------------------------------------------------------
 
@@ -364,7 +357,7 @@ class KVAllocator(PoolAllocator):
             if alloced < real:
                 raise ValueError(f"alloced_len must be at least real_seq_len, {real}, not {alloced}")
             req_pool_index, real_seq_len, alloced_len = self._row(req_pool_index), real, self._fits_row(alloced)
-        self._told.append((req_pool_index, real_seq_len, alloced_len))
+        self._told += (req_pool_index, real_seq_len, alloced_len)
 
     def free_req_cache(self, req_pool_index: int, alloced_len: int) -> None:
         """Queue all pages of a request.
@@ -388,7 +381,7 @@ class KVAllocator(PoolAllocator):
         ):
             alloced = whole("alloced_len", alloced_len, 0)
             req_pool_index, alloced_len = self._row(req_pool_index), self._fits_row(alloced)
-        self._told.append((req_pool_index, 0, alloced_len))
+        self._told += (req_pool_index, 0, alloced_len)
 
     def _fits_row(self, alloced: int) -> int:
         if alloced > self._tokens_a_row:
@@ -399,7 +392,9 @@ class KVAllocator(PoolAllocator):
         """Rows with frees in the queue; those told of since the last look lose their counts."""
         told = self._told
         if len(told) > self._heard:
-            new = [entry for entry in told[self._heard :] if entry[0] >= 0]
+            heard = self._heard
+            entries = zip(told[heard::3], told[heard + 1 :: 3], told[heard + 2 :: 3], strict=True)
+            new = [entry for entry in entries if entry[0] >= 0]
             self._heard = len(told)
             size = self.page_size
             self._waiting.update(row for row, stay, have in new if stay // size * size < have)
@@ -484,7 +479,7 @@ class KVAllocator(PoolAllocator):
             if not self._entries:
                 backend.queue_begin()
             self._entries.append(backend.queue(vector))
-            self._told.append((-1, begin, begin + n))
+            self._told += (-1, begin * self.page_size, (begin + n) * self.page_size)
             self._uncertain += 0 if exact else n
         finally:
             self.pool.leave()
@@ -524,13 +519,13 @@ class KVAllocator(PoolAllocator):
         self._queued_rows()
         pages = int(self._num_pages[row])
         if self._in_group:
-            self._told.append((row, 0, pages * self.page_size))
+            self._told += (row, 0, pages * self.page_size)
             return
         if not pages:
             return
         self.pool.enter("")
         try:
-            self._run_queue(np.array([[row, 0, pages]]), [], 0)
+            self._run_queue(np.array([[row], [0], [pages]]), [], 0)
             self._num_pages[row] = 0
             self._last_slot[row] = self.page_size - 1
             self._finish(None)
@@ -542,18 +537,16 @@ class KVAllocator(PoolAllocator):
             return
         self.pool.enter("", raising=False)  # what is queued must not be lost
         try:
-            told = np.fromiter(chain.from_iterable(self._told), np.int64, 3 * len(self._told)).reshape(-1, 3)
-            # What was told of rows is in tokens, what was told of entries (row -1) is their range.
-            of_rows = told[told[:, 0] >= 0] if self._entries else told
-            of_rows[:, 1] //= self.page_size
-            of_rows[:, 2] += self.page_size - 1
-            of_rows[:, 2] //= self.page_size
-            if self._entries:
-                told[told[:, 0] >= 0] = of_rows
-            fresh = told[self._heard :, 0]  # rows heard of before may have been allocated to since
+            told = np.fromiter(self._told, np.int64, len(self._told)).reshape(-1, 3).T.copy()
+            rows, begins, ends = told
+            begins //= self.page_size
+            ends += self.page_size - 1
+            ends //= self.page_size
+            fresh = rows[self._heard // 3 :]  # rows heard of before may have been allocated to since
             fresh = fresh[fresh >= 0] if self._entries else fresh
-            some = told[:, 1] < told[:, 2]
-            self._run_queue(told if some.all() else told[some], self._entries, self._uncertain)
+            some = begins < ends
+            all_some = np.count_nonzero(some) == some.size
+            self._run_queue(told if all_some else told[:, some], self._entries, self._uncertain)
             self._num_pages[fresh] = 0
             self._last_slot[fresh] = self.page_size - 1
             self._forget_queue()
@@ -563,20 +556,20 @@ class KVAllocator(PoolAllocator):
             self.pool.leave()
 
     def _forget_queue(self) -> None:
-        # (row, tokens that stay, tokens that have a slot), or (-1, range of the entries)
-        self._told: list[tuple[int, int, int]] = []
+        # three numbers each: row, tokens that stay, tokens that have a slot; or -1, range of the entries in tokens
+        self._told: list[int] = []
         self._heard = 0
         self._waiting = set()
         self._entries: list[Any] = []
         self._uncertain = 0
 
     def _run_queue(self, ranges: np.ndarray, entries: list[Any], uncertain: int) -> None:
-        """Free the pages of (row, first, end) each."""
+        """Free pages of rows: `ranges` holds the rows, the first pages and the ends."""
         backend = self.backend
-        most = int(ranges[:, 2].sum() - ranges[:, 1].sum())
+        most = int(np.add.reduce(ranges[2] - ranges[1]))
         if most == 0:
             return
-        rows, begins, ends = backend.columns(ranges)
+        rows, begins, ends = backend.vectors(ranges)
         self.pool.run(
             Kind.FREE_QUEUE,
             0 if self.pool.may_share() else most - uncertain,
@@ -672,20 +665,25 @@ class KVAllocator(PoolAllocator):
             return
         listed = host_array(rows, "req_pool_indices")
         real = listed[listed != self.pad_row]
-        inside = (real >= 0) & (real < self.max_batch_size) & (lengths <= self.max_page_num * self.page_size)
-        real, lengths = real[inside], lengths[inside]
-        self._num_pages[real] = -(-lengths // self.page_size)
-        self._last_slot[real] = (lengths - 1) % self.page_size
-        self._changed[real] = self._any_changed = True
+        if not real.size:
+            return
+        if smallest(real) < 0 or largest(real) >= self.max_batch_size or largest(lengths) > self._tokens_a_row:
+            inside = (real >= 0) & (real < self.max_batch_size) & (lengths <= self._tokens_a_row)
+            real, lengths = real[inside], lengths[inside]
+        self._note_rows(real, lengths)
+
+    def _note_rows(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        pages = -(-lengths // self.page_size)
+        self._num_pages[rows] = pages
+        self._last_slot[rows] = lengths - pages * self.page_size + (self.page_size - 1)
+        self._changed[rows] = self._any_changed = True
 
 
 def _on_host(x: Any, name: str) -> np.ndarray:
-    return host_array(to_host(x) if is_on_gpu(x) else x, name).astype(np.int64)
+    return host_array(to_host(x) if is_on_gpu(x) else x, name).astype(np.int64, copy=False)
 
 
 def _host_view(array: np.ndarray, as_torch: bool) -> Any:
     if not as_torch:
         return array
-    import torch
-
-    return torch.from_numpy(array)
+    return sys.modules["torch"].from_numpy(array)

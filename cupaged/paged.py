@@ -276,9 +276,8 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             if self._on_gpu or seq_lens_cpu is not None:
                 host_seq = self._host_lengths(seq_lens, seq_lens_cpu, "seq_lens_cpu", batch)
                 if host_seq is not None:
-                    before = host_seq - 1
-                    check_lengths(before, host_seq, None)
-                    least = most = pages_begun(before, self.page_size)
+                    check_lengths(None, host_seq, None)
+                    least = most = pages_begun(host_seq - 1, self.page_size)
             else:
                 backend.check_lengths(None, seq, None)
             result, slots = self._output(library, batch, out, seq, in_place=last)

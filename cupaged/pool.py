@@ -41,6 +41,7 @@ MOST_PENDING = 64
 FEW_PENDING = 32  # with so many, the mail is read though nobody needs it yet
 
 _LOW = 0xFFFFFFFF
+_ERROR_CODE = int(Word.ERROR_CODE)  # every call looks there, and an enum's member takes longer to find
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class PagePool:
         """
         me = threading.get_ident()
         # a reader in another thread, unlike a change, is waited for
-        if not self._lock.acquire(blocking=self._being_read and self._holder != me):
+        if not self._lock.acquire(self._being_read and self._holder != me):
             raise ConcurrentCallError("another call is changing this allocator; serialise the calls of your threads")
         try:
             self._owner = self._holder = me
@@ -167,11 +168,11 @@ class PagePool:
                     self.captured = True
                     self._refreshed_op = -1  # whatever was known, replays may change
             elif (
-                self._mail[Word.ERROR_CODE] & _LOW
+                self._mail[_ERROR_CODE] & _LOW
                 or len(self._pending) >= FEW_PENDING
                 or self._last_retain > self._mail_op
             ):
-                self._read_mail()  # else it is read when an allocation needs what it says
+                self._news()  # else it is read when an allocation needs what it says
             if raising and self._deferred is not None:
                 self.raise_recorded()
         except BaseException:
@@ -193,23 +194,15 @@ class PagePool:
             self._holder = 0
             self._lock.release()
 
-    def _begin(self, kind: Kind, quiet: bool = False) -> int:
+    def _launch(self, kind: Kind, quiet: bool, launch: Callable[..., Any], *args: Any) -> Any:
+        """Launch an op and count it, unless a capture records it or it failed: nobody may wait for these."""
         backend = self.backend
-        backend.kind, backend.error_ack, backend.quiet = kind, self._ack, int(quiet)
-        if self.capturing:
-            backend.host_op = 0
-            return 0
-        self._op = backend.host_op = self._op + 1
-        return self._op
-
-    def _launch(self, launch: Callable[..., Any], *args: Any) -> Any:
-        """Launch an op that has begun; one that failed must not be waited for."""
-        try:
-            result = launch(*args)
-        except BaseException:
-            if not self.capturing:
-                self._op -= 1
-            raise
+        op = 0 if self.capturing else self._op + 1
+        backend.kind, backend.quiet = kind, 1 if quiet else 0
+        backend.host_op, backend.error_ack = op, self._ack
+        result = launch(*args)
+        if op:
+            self._op = op
         if self.watcher is not None:
             self.watcher.launched(args)
         return result
@@ -239,8 +232,7 @@ class PagePool:
         ):
             backend.sort_free(sort_bound)
         if self.capturing:
-            self._begin(kind)
-            self._launch(launch, *args)
+            self._launch(kind, False, launch, *args)
             return True
         fits = (
             (not self.captured and most <= self._low and most <= self.num_pages)  # `_fits`, without its calls
@@ -253,27 +245,24 @@ class PagePool:
                 self._count_refusal()
                 return False
             fits = most <= exact
-        op = self._begin(kind, quiet=not fits)
-        self._launch(launch, *args)
-        self._expect(op, -most, -least, -most)
-        return fits or self._wait(op) != Status.SHORT
+        self._launch(kind, not fits, launch, *args)
+        self._expect(self._op, -most, -least, -most)
+        return fits or self._wait(self._op) != Status.SHORT
 
     def run(self, kind: Kind, at_least: int, at_most: int, launch: Callable[..., None], *args: Any) -> None:
         """Run an op that gives back `at_least` to `at_most` pages, or changes nothing."""
-        op = self._begin(kind)
-        self._launch(launch, *args)
+        self._launch(kind, False, launch, *args)
         if kind is Kind.RETAIN:
             self._last_retain = self._op
-        if op:
+        if not self.capturing:
             front = 0 if self.backend.need_sort else at_least
-            self._expect(op, at_least, at_most, front)
+            self._expect(self._op, at_least, at_most, front)
 
     def clear(self, num_pages: int) -> None:
         """Make pages 1 .. num_pages free, in order, and forget all owners."""
         self.num_pages = num_pages
-        op = self._begin(Kind.CLEAR)
-        self._launch(self.backend.clear, num_pages)
-        self._reset_bounds(op, num_pages, num_pages)
+        self._launch(Kind.CLEAR, False, self.backend.clear, num_pages)
+        self._reset_bounds(num_pages, num_pages)
 
     def backup(self) -> PoolState:
         """Copy the state."""
@@ -283,17 +272,15 @@ class PagePool:
         if not self._bounds_hold():
             at_least, at_most = 0, self.num_pages
         may_share = self.may_share()
-        op = self._begin(Kind.BACKUP)
-        saved = self._launch(self.backend.backup)
-        self._expect(op, 0, 0, 0)
+        saved = self._launch(Kind.BACKUP, False, self.backend.backup)
+        self._expect(self._op, 0, 0, 0)
         return PoolState(saved, self.capacity, at_least, at_most, may_share)
 
     def restore(self, state: PoolState, num_pages: int) -> None:
         """Put a copied state back; op numbers go on."""
-        op = self._begin(Kind.RESTORE)
-        self._launch(self.backend.restore, state.saved)
+        self._launch(Kind.RESTORE, False, self.backend.restore, state.saved)
         self.num_pages = num_pages
-        self._reset_bounds(op, state.at_least, state.at_most, state.may_share)
+        self._reset_bounds(state.at_least, state.at_most, state.may_share)
 
     def state_with(self, free: np.ndarray, staged: np.ndarray) -> PoolState:
         """Make up a state for `restore`: these pages are free, in this order, and all others have one owner.
@@ -329,9 +316,8 @@ class PagePool:
         self._refreshed_op = self._op
 
     def _op_refresh(self) -> None:
-        op = self._begin(Kind.REFRESH)
-        self._launch(self.backend.refresh)
-        self._wait(op)
+        self._launch(Kind.REFRESH, False, self.backend.refresh)
+        self._wait(self._op)
 
     def sort(self) -> None:
         """Merge the staged pages with the front, ascending."""
@@ -379,11 +365,11 @@ class PagePool:
     def _front_known(self) -> int:
         return self.front_at_least if self._bounds_hold() else 0
 
-    def _reset_bounds(self, op: int, at_least: int, at_most: int, may_share: bool = False) -> None:
+    def _reset_bounds(self, at_least: int, at_most: int, may_share: bool = False) -> None:
         self._pending.clear()
         self._merged_until = 0
         # Older mail must not correct what starts here.
-        self._mail_op = op
+        self._mail_op = self._op
         self._known = (at_least, at_most, 0, int(may_share))
         self._last_retain = 0
         self._sum()

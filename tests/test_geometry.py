@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupaged.geometry import check_lengths, extend_bounds, pages_for, pages_taken
+from cupaged.geometry import check_lengths, extend_bounds, pages_begun, pages_for, pages_taken
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 7])
@@ -103,6 +103,37 @@ def test_a_difference_that_wraps_is_still_negative(dtype):
     smallest = np.iinfo(dtype).min
     message = refusal([1], [smallest], 5, dtype)
     assert message == f"seq_lens[0] is {smallest}, less than prefix_lens[0], 1"
+
+
+EDGES = [-(2**63), -(2**63) + 1, -(2**62), -(2**31), -(2**31) + 1, -1, 0, 1, 2, 63, 64, 2**31 - 2, 2**31 - 1, 2**31]
+EDGES += [2**31 + 1, 2**32, 2**62, 2**63 - 2, 2**63 - 1]
+
+
+def edges(dtype) -> list[int]:
+    return [n for n in EDGES if np.iinfo(dtype).min <= n <= np.iinfo(dtype).max]
+
+
+@pytest.mark.parametrize("seq_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("prefix_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("others", [0, 1, 40])
+def test_no_length_at_the_edge_of_its_type_slips_through(others, prefix_dtype, seq_dtype):
+    good = [(5, 9)] * others
+    for prefix, seq in itertools.product(edges(prefix_dtype), edges(seq_dtype)):
+        prefixes, seqs = zip(*good, (prefix, seq), *good, strict=True)
+        prefixes, seqs = np.array(prefixes, prefix_dtype), np.array(seqs, seq_dtype)
+        with np.errstate(over="ignore"):
+            total = int((seqs - prefixes).sum(dtype=np.int64))  # also where it wraps
+        if 0 <= prefix <= seq <= 2**31 - 1:
+            check_lengths(prefixes, seqs, total)
+        else:
+            with pytest.raises(ValueError, match=rf"\[{others}\] is"):
+                check_lengths(prefixes, seqs, total)
+        if 1 <= seq <= 2**31 - 1:
+            check_lengths(None, seqs, None)
+            assert pages_begun(seqs - 1, 64) == pages_taken(seqs - 1, seqs, 64)
+        else:
+            with pytest.raises(ValueError, match=rf"seq_lens\[{others}\] is"):
+                check_lengths(None, seqs, None)
 
 
 def test_the_sum_is_taken_in_64_bits():

@@ -109,11 +109,11 @@ ARGS = np.dtype(
 _OP_OFFSET = ARGS.fields["host_op"][1]  # type: ignore[index]
 _TABLE_OFFSET = ARGS.fields["table"][1]  # type: ignore[index]
 _HANDOFF_OFFSET = ARGS.fields["page_parts"][1]  # type: ignore[index]
-_PACK_TABLE = struct.Struct("<QqqqqQqiIQiI").pack_into
-_SLOT_REFS_OFFSET = ARGS.fields["slot_refs"][1]  # type: ignore[index]
-_PACK_ADDRESS = struct.Struct("<Q").pack_into
+_TABLE = struct.Struct("<QqqqqQqi4xQi4x")
+_PACK_TABLE = _TABLE.pack_into
+_PACK_NO_TABLE = struct.Struct(f"<{_TABLE.size}x").pack_into
 _PACK_HANDOFF = struct.Struct("<iqQQ").pack_into
-_PACK_OP = struct.Struct("<qq QqiI QqiI QqiI Q qq iiii".replace(" ", "")).pack_into
+_PACK_OP = struct.Struct("<qq Qqi4x Qqi4x Qqi4x Q qq iiii".replace(" ", "")).pack_into
 _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
 
 
@@ -242,15 +242,12 @@ class CudaBackend(GpuBackend):
             prefix[0],
             prefix[1],
             prefix[2],
-            0,
             seq[0],
             seq[1],
             seq[2],
-            0,
             last[0],
             last[1],
             last[2],
-            0,
             out,
             num_tokens,
             n,
@@ -274,15 +271,12 @@ class CudaBackend(GpuBackend):
             rows[0],
             rows[1],
             rows[2],
-            0,
             slot_refs,
             paged,
-            0,
         )
 
     def _no_table(self) -> None:
-        _PACK_ADDRESS(self._buffer, _TABLE_OFFSET, 0)
-        _PACK_ADDRESS(self._buffer, _SLOT_REFS_OFFSET, 0)
+        _PACK_NO_TABLE(self._buffer, _TABLE_OFFSET)
 
     # ---- operations --------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class GpuBackend:
         self._last_library = self.library
         self._return_to: int | None = None
         self._torch_stream: Any = None
-        self._torch_options: dict[str, Any] = {}  # of the output of an op
+        self._torch_like: Any = None  # what an op's output is made like
         self._queue_buffers: list[tuple[Any, int, int]] = []  # (array, address, entries); the last is in use
         self._queue_used = 0
 
@@ -207,10 +207,10 @@ class GpuBackend:
         if library != "torch":
             return self._empty(n, self.index_dtype)
         torch = sys.modules["torch"]
-        if not self._torch_options:
+        if self._torch_like is None:
             dtype = torch.int64 if self.index_dtype.itemsize == 8 else torch.int32
-            self._torch_options = {"dtype": dtype, "device": torch.device(self.device)}
-        tensor = torch.empty(n, **self._torch_options)
+            self._torch_like = torch.empty(0, dtype=dtype, device=self.device)
+        tensor = self._torch_like.new_empty(n)
         return tensor, tensor.data_ptr()
 
     def handed_out(self, slots: int, n: int) -> DeviceVector:
@@ -286,13 +286,13 @@ class GpuBackend:
         address, stride, wide, n, owner = vector
         return address, stride * self.page_size, wide, -(-n // self.page_size), owner
 
-    def columns(self, array: np.ndarray) -> tuple[DeviceVector, ...]:
-        """Columns of an int64 array on the host, each as a vector: one copy to the device for all."""
+    def vectors(self, array: np.ndarray) -> tuple[DeviceVector, ...]:
+        """Rows of an int64 array on the host, each as a vector: one copy to the device for all."""
         if self.capturing:
             raise CaptureError(f"lengths on the host cannot be captured; a captured op needs arrays on {self.device}")
-        n, width = array.shape
-        address, _, _, _, owner = device_vector(self._upload(array.reshape(-1)), "columns", self.index)
-        return tuple((address + 8 * i, 8 * width, 1, n, owner) for i in range(width))
+        count, n = array.shape
+        address, _, _, _, owner = device_vector(self._upload(array.reshape(-1)), "vectors", self.index)
+        return tuple([(address + 8 * n * i, 8, 1, n, owner) for i in range(count)])
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """New int32 array in the library of results."""

@@ -13,7 +13,7 @@ from cupaged.layout import MAIL_WORDS, NUM_WORDS, Kind
 
 __all__ = ["HostBackend"]
 
-_INT64 = np.dtype(np.int64)
+_INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 
 class HostBackend:
@@ -78,10 +78,12 @@ class HostBackend:
 
     def check_lengths(self, prefix: np.ndarray | None, seq: np.ndarray, num_tokens: int | None) -> None:
         """Raise ``ValueError`` for lengths that no allocation can mean; a decode has neither `prefix` nor a sum."""
-        check_lengths(seq - 1 if prefix is None else prefix, seq, num_tokens)
+        check_lengths(prefix, seq, num_tokens)
 
     def table(self, x: Any, name: str) -> np.ndarray:
         """The request table as the kernels take it."""
+        if type(x) is np.ndarray and x.dtype is _INT32 and x.ndim == 2 and x.flags.carray:
+            return x
         return host_table(x, name)
 
     @staticmethod
@@ -187,9 +189,9 @@ class HostBackend:
         """Every page_size-th entry."""
         return np.ascontiguousarray(vector[:: self.page_size])
 
-    def columns(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Columns of an int64 array, each as a vector."""
-        return tuple(np.ascontiguousarray(column) for column in array.T)
+    def vectors(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Rows of an int64 array, each as a vector."""
+        return tuple(np.ascontiguousarray(array))
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
         """New int32 array in the library of results."""
