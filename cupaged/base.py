@@ -185,8 +185,7 @@ class PoolAllocator(HandOffs):
                 before, after, padding_tokens = self._real_lengths(rows, prefix, seq)
                 check_lengths(before, after, None if prefix is None else num_tokens - padding_tokens)
                 if self._on_gpu or num_tokens > self.pool.num_pages * size:
-                    begun = pages_begun(before, size) if prefix is None else pages_taken(before, after, size)
-                    least = most = begun
+                    least = most = pages_begun(before, size) if prefix is None else pages_taken(before, after, size)
             if least > self.pool.num_pages and not self.pool.capturing:
                 return self._finish(self.pool.refuse(sort_bound))  # before memory is asked for
             read = [v for v in (row_vector, prefix_vector, seq_vector) if v is not None]

@@ -357,7 +357,7 @@ class KVAllocator(PoolAllocator):
             if alloced < real:
                 raise ValueError(f"alloced_len must be at least real_seq_len, {real}, not {alloced}")
             req_pool_index, real_seq_len, alloced_len = self._row(req_pool_index), real, self._fits_row(alloced)
-        self._told += (req_pool_index, real_seq_len, alloced_len)
+        self._told.extend((req_pool_index, real_seq_len, alloced_len))
 
     def free_req_cache(self, req_pool_index: int, alloced_len: int) -> None:
         """Queue all pages of a request.
@@ -381,7 +381,7 @@ class KVAllocator(PoolAllocator):
         ):
             alloced = whole("alloced_len", alloced_len, 0)
             req_pool_index, alloced_len = self._row(req_pool_index), self._fits_row(alloced)
-        self._told += (req_pool_index, 0, alloced_len)
+        self._told.extend((req_pool_index, 0, alloced_len))
 
     def _fits_row(self, alloced: int) -> int:
         if alloced > self._tokens_a_row:
@@ -479,7 +479,7 @@ class KVAllocator(PoolAllocator):
             if not self._entries:
                 backend.queue_begin()
             self._entries.append(backend.queue(vector))
-            self._told += (-1, begin * self.page_size, (begin + n) * self.page_size)
+            self._told.extend((-1, begin * self.page_size, (begin + n) * self.page_size))
             self._uncertain += 0 if exact else n
         finally:
             self.pool.leave()
@@ -519,7 +519,7 @@ class KVAllocator(PoolAllocator):
         self._queued_rows()
         pages = int(self._num_pages[row])
         if self._in_group:
-            self._told += (row, 0, pages * self.page_size)
+            self._told.extend((row, 0, pages * self.page_size))
             return
         if not pages:
             return
