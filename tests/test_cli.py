@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -226,10 +227,12 @@ def test_demo_is_drawn(run):
 
 def test_demo_is_quick_once_compiled():
     def seconds() -> float:
-        start = time.perf_counter()
+        """Of the processor's time: other tests may be running. CI looks at the clock, with nothing beside it."""
+        start = resource.getrusage(resource.RUSAGE_CHILDREN)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("COV", "COVERAGE"))}
         subprocess.run([sys.executable, "-m", "cupaged", "demo"], check=True, capture_output=True, env=environment)
-        return time.perf_counter() - start
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 
     seconds()
     assert min(seconds() for _ in range(3)) < 1.5
