@@ -68,7 +68,7 @@ def test_commands_and_options_exist():
 
 
 def test_set_up_commands_use_extras_that_exist():
-    assert check_extras(README) == 4
+    assert check_extras(README) == 6
 
 
 def test_the_picture_is_what_the_allocator_says():
