@@ -537,7 +537,8 @@ class KVAllocator(PoolAllocator):
             return
         self.pool.enter("", raising=False)  # what is queued must not be lost
         try:
-            told = np.fromiter(self._told, np.int64, len(self._told)).reshape(-1, 3).T.copy()
+            queued = len(self._told)  # another thread may queue more meanwhile
+            told = np.fromiter(self._told, np.int64, queued).reshape(-1, 3).T.copy()
             rows, begins, ends = told
             begins //= self.page_size
             ends += self.page_size - 1
@@ -549,15 +550,16 @@ class KVAllocator(PoolAllocator):
             self._run_queue(told if all_some else told[:, some], self._entries, self._uncertain)
             self._num_pages[fresh] = 0
             self._last_slot[fresh] = self.page_size - 1
-            self._forget_queue()
+            del self._told[:queued]
+            self._forget_queue(self._told)
             self._finish(None)
             self.pool.raise_recorded()
         finally:
             self.pool.leave()
 
-    def _forget_queue(self) -> None:
+    def _forget_queue(self, but: list[int] | None = None) -> None:
         # three numbers each: row, tokens that stay, tokens that have a slot; or -1, range of the entries in tokens
-        self._told: list[int] = []
+        self._told: list[int] = [] if but is None else but
         self._heard = 0
         self._waiting = set()
         self._entries: list[Any] = []
@@ -566,13 +568,18 @@ class KVAllocator(PoolAllocator):
     def _run_queue(self, ranges: np.ndarray, entries: list[Any], uncertain: int) -> None:
         """Free pages of rows: `ranges` holds the rows, the first pages and the ends."""
         backend = self.backend
+        if self.pool.captured and ranges.shape[1] > backend.max_batch:  # scratch cannot grow any more
+            for begin in range(0, ranges.shape[1], backend.max_batch):
+                part = np.ascontiguousarray(ranges[:, begin : begin + backend.max_batch])
+                self._run_queue(part, entries, uncertain)
+            return
         most = int(np.add.reduce(ranges[2] - ranges[1]))
         if most == 0:
             return
         rows, begins, ends = backend.vectors(ranges)
         self.pool.run(
             Kind.FREE_QUEUE,
-            0 if self.pool.may_share() else most - uncertain,
+            0 if self.pool.may_share() else max(0, most - uncertain),
             most,
             backend.free_queue,
             self._cells,

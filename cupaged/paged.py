@@ -444,15 +444,18 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
         if group is None or not (group.slots or group.pages):
             self._group = None
             return
-        self.pool.enter("", raising=False)  # what is queued must not be lost
-        self._group = None
+        self.pool.enter("", raising=False)  # what is queued must not be lost, also if a launch fails
         try:
             if group.slots:
                 self._free_slots(group.slots, group.counts)
-            for divisor, vectors in _runs(group.pages):
+                group.slots, group.counts = [], []
+            # A capture must not allocate, as it would to put together what lies apart.
+            for divisor, vectors in _runs(group.pages, apart=self.pool.capturing):
                 entries = self.backend.queued(vectors)
                 kind = Kind.FREE_PAGES if divisor == 1 else Kind.FREE_SEGMENT
                 self._push_entries(entries, divisor, kind, self.backend.length(entries))
+                del group.pages[-len(vectors) :]
+            self._group = None
             self._finish(None)
             self.pool.raise_recorded()
         finally:
@@ -559,11 +562,11 @@ class _Group:
         self.counts.append(num_pages)
 
 
-def _runs(pages: list[tuple[Any, int]]) -> list[tuple[int, list[Any]]]:
+def _runs(pages: list[tuple[Any, int]], apart: bool) -> list[tuple[int, list[Any]]]:
     """Queued page lists that can go in one launch, last run first: what goes to the front last stands first."""
     runs: list[tuple[int, list[Any]]] = []
     for vector, divisor in pages:
-        if runs and runs[-1][0] == divisor:
+        if runs and runs[-1][0] == divisor and not apart:
             runs[-1][1].append(vector)
         else:
             runs.append((divisor, [vector]))

@@ -131,6 +131,7 @@ class PagePool:
         self._being_read = False
         self._owner = threading.get_ident()
         self._op = self._mail_op = self._ack = 0
+        self._issued = 0  # number of the last launch, which may have failed, or have run all the same
         self._last_retain = 0
         self._read_errors = 0
         self._deferred: DeviceError | None = None
@@ -197,7 +198,9 @@ class PagePool:
     def _launch(self, kind: Kind, quiet: bool, launch: Callable[..., Any], *args: Any) -> Any:
         """Launch an op and count it, unless a capture records it or it failed: nobody may wait for these."""
         backend = self.backend
-        op = 0 if self.capturing else self._op + 1
+        op = 0
+        if not self.capturing:
+            op = self._issued = self._issued + 1
         backend.kind, backend.quiet = kind, 1 if quiet else 0
         backend.host_op, backend.error_ack = op, self._ack
         result = launch(*args)
@@ -245,7 +248,11 @@ class PagePool:
                 self._count_refusal()
                 return False
             fits = most <= exact
-        self._launch(kind, not fits, launch, *args)
+        try:
+            self._launch(kind, not fits, launch, *args)
+        except BaseException:
+            self._expect(self._issued, -most, 0, -most)  # it may have run all the same
+            raise
         self._expect(self._op, -most, -least, -most)
         return fits or self._wait(self._op) != Status.SHORT
 
@@ -313,7 +320,7 @@ class PagePool:
         """Wait for the device and make the bounds exact."""
         self.refuse_capture("refresh()")
         self._op_refresh()
-        self._refreshed_op = self._op
+        self._refreshed_op = self._issued
 
     def _op_refresh(self) -> None:
         self._launch(Kind.REFRESH, False, self.backend.refresh)
@@ -326,7 +333,7 @@ class PagePool:
     def note_replay(self, pages_at_most: int) -> None:
         """Tell that a captured graph was replayed and took at most so many pages."""
         self._replays_noted = True
-        self._expect(self._op + 1, -pages_at_most, self.num_pages, -pages_at_most)
+        self._expect(self._issued + 1, -pages_at_most, self.num_pages, -pages_at_most)
 
     # ---- what the host believes --------------------------------------------------------------------------------
 
@@ -360,7 +367,7 @@ class PagePool:
         return True
 
     def _bounds_hold(self) -> bool:
-        return not self.captured or self._replays_noted or self._op == self._refreshed_op
+        return not self.captured or self._replays_noted or self._issued == self._refreshed_op
 
     def _front_known(self) -> int:
         return self.front_at_least if self._bounds_hold() else 0
@@ -405,8 +412,8 @@ class PagePool:
         if parts >> 32:
             return None
         self._sequence = number
-        # The host's own counter tells the upper half of the op's number.
-        op = self._last_op = self._op - (self._op - op & _LOW)
+        # The host's own counter tells the upper half of the op's number, which no op issued is above.
+        op = self._last_op = self._issued - (self._issued - op & _LOW)
         if op >= self._mail_op and op >= self._merged_until:
             self._mail_op = op
             pending = self._pending
@@ -460,12 +467,12 @@ class PagePool:
     def _exact_free(self) -> int:
         """Free pages, staged ones included; waits only if the figure is not known."""
         if self.at_least != self.at_most or not self._bounds_hold():
-            self._settle(self.captured or self._replays_noted)
+            self._settle(self._replays_noted)
         return self.at_least
 
     def _settle(self, unseen: bool) -> None:
-        """Wait for all queued ops; `unseen`: and for what no mail of theirs may tell of."""
-        if unseen:
+        """Wait for all queued ops; `unseen`: and for what no mail of theirs may tell of, as after a capture."""
+        if unseen or self.captured or self._issued != self._op:
             self._op_refresh()
         else:
             self._wait(self._op)
@@ -536,14 +543,14 @@ class PagePool:
         """Raise the recorded error, if there is one; waits for the ops queued so far."""
         if not self.elsewhere():
             with self._reading("check()"):
-                self._settle(self.captured)
+                self._settle(False)
         self._raise_deferred()
 
     def settled_words(self) -> list[int]:
         """The words after all queued ops; from another thread the last known ones."""
         if not self.elsewhere():
             with self._reading("this call"):
-                self._settle(self.captured or self.backend.need_sort)  # a merge sends no mail
+                self._settle(self.backend.need_sort)  # a merge sends no mail
         return self._words()
 
     def stats(self) -> Stats:

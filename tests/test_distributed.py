@@ -355,8 +355,15 @@ def test_bad_arguments():
     for timeout in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="timeout must be a positive number"):
             LockstepGuard(pool, timeout=timeout)
+    for timeout in ("5", None, True):
+        with pytest.raises(TypeError, match="timeout must be a number of seconds, not"):
+            LockstepGuard(pool, timeout=timeout)
     with pytest.raises(TypeError, match="allocator must be one of cupaged's, not list"):
         LockstepGuard([])
+    with mock.patch("torch.distributed.is_initialized", return_value=True):
+        for group in ("x", 5, [0, 1]):
+            with pytest.raises(TypeError, match=r"group must be a process group of torch.distributed, not"):
+                LockstepGuard(pool, group)
     assert pool.pool.watcher is None
 
 

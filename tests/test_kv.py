@@ -595,6 +595,45 @@ def test_the_host_copy_follows_replays(backend):
         assert kv.req_to_page_cpu[0, 0] == page
 
 
+@pytest.mark.parametrize("backend", ["cuda-ascending"])
+def test_a_queue_longer_than_scratch_is_freed_after_a_capture(backend):
+    kv = make_kv(backend)
+    rows, lengths, out = (DeviceArray(np.zeros(1, d)) for d in (np.int64, np.int64, np.int32))
+    kv.backend.capture = True
+    kv.decode_step(kv.req_to_page, rows, lengths, out=out)
+    kv.backend.capture = False
+    kv.backend.max_batch = 3  # as if 8,192 were that few
+    for row in range(4):
+        kv.alloc(row, 8, 0)
+    kv.append_to_later_free(np.array([1]))
+    for row in (1, 2, 3):
+        kv.free_req_cache(row, 8)
+    kv.free_extra_pages_not_cached(0, 4, 8)
+    kv.free_group_end()
+    assert kv.free_slots.tolist() == [9, 1, 3, 4, 5, 6, 7, 8, 2]
+    kv.check()
+
+
+def test_what_another_thread_queues_during_a_flush_stays_queued(kv):
+    for row in (0, 1):
+        kv.alloc(row, 4, 0)
+    run_queue = kv._run_queue
+
+    def and_meanwhile(*arguments):
+        run_queue(*arguments)
+        thread = threading.Thread(target=kv.free_req_cache, args=(1, 4))
+        thread.start()
+        thread.join()
+
+    kv.free_req_cache(0, 4)
+    with mock.patch.object(kv, "_run_queue", and_meanwhile):
+        kv.free_group_end()
+    assert kv.available_size() == 8
+    kv.free_group_end()
+    assert kv.available_size() == 9
+    kv.check_integrity()
+
+
 def test_torch_tables():
     kv = KVAllocator(40, torch.device("cpu"), 4, 20, 4)
     host = kv.req_to_page_cpu

@@ -797,6 +797,56 @@ def test_integrity_names_what_is_wrong():
     assert "counters out of range" in spoilt(lambda b: set_word(b, Word.HEAD, 8))
 
 
+# ---- launches that fail --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HOSTED)
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_launch_that_fails_may_have_run_or_not(name, ran):
+    pool = make(name, 16, 4)
+    launch = pool.backend.alloc_extend
+
+    def fails(*arguments):
+        if ran:
+            launch(*arguments)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(pool.backend, "alloc_extend", fails), pytest.raises(KeyboardInterrupt):
+        pool.alloc_extend([0], [8], [-1], 8)
+    assert pool.available_at_least() <= (8 if ran else 16)
+    pool.check()  # waits for nothing that does not come
+    assert pool.available_size() == (8 if ran else 16)
+    assert pool.alloc(12 if ran else 20) is None
+    assert pool.alloc(8).tolist() == ([12, 13, 14, 15, 16, 17, 18, 19] if ran else [4, 5, 6, 7, 8, 9, 10, 11])
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_a_group_whose_launch_fails_is_kept(name):
+    pool = make(name, 16, 4)
+    slots = pool.alloc(16)
+    pool.free_group_begin()
+    pool.free(slots[:4])
+    pool.free_page_ids([2])
+    with (
+        mock.patch.object(pool.backend, "free_slots", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        pool.free_group_end()
+    with (
+        mock.patch.object(pool.backend, "free_pages", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        pool.free_group_end()
+    assert pool.available_size() == 4
+    pool.free_group_end()
+    assert pool.free_pages.tolist() == [2, 1]
+    pool.free_group_begin()  # the other one has ended
+    pool.free_group_end()
+    pool.check()
+    pool.check_integrity()
+
+
 # ---- captures ----------------------------------------------------------------------------------------------------
 
 
@@ -834,6 +884,27 @@ def test_a_capture_moves_no_bounds_launches_nothing_and_needs_out():
     assert (pool.pool.at_least, pool.pool.at_most) == (16, 16)
     assert not backend.queue_of_launches
     assert not pool.pool._lock.locked()
+
+
+def test_a_captured_group_of_pages_that_lie_apart_allocates_nothing():
+    pool = make_lagging(16, 1)
+    backend = pool.backend
+    with pool.free_group():
+        pool.free_page_ids(on_device(16))  # makes the buffer; and is no owned page
+    with pytest.raises(cupaged.DeviceError):
+        pool.check()
+    pool.alloc(4)
+    pool.refresh()
+    backend.capture = True
+    with mock.patch.object(backend, "_empty", side_effect=AssertionError), pool.free_group():
+        pool.free_page_ids(on_device(1))
+        pool.free(on_device(3))
+        pool.free_page_ids(on_device(2))
+    backend.capture = False
+    names = [r[0] for r in backend.recorded]
+    assert names == ["queue_entries"] * 3 + ["free_slots_small", "free_page_ids", "free_page_ids"]
+    backend.replay()
+    assert pool.free_pages.tolist() == [1, 2, 3, *range(5, 17)]
 
 
 @pytest.mark.parametrize("name", ["refresh", "check", "stats", "backup_state", "clear", "resize", "restore_state"])

@@ -114,6 +114,8 @@ class LockstepGuard:
 
     def __init__(self, allocator: Any, group: Any = None, *, every: int = 64, timeout: float = 300.0) -> None:
         self._every = whole("every", every, 1)
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
         if not 0 < timeout < 1e7:
             raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
         if not isinstance(allocator, PoolAllocator):
@@ -334,7 +336,10 @@ def _members(group: Any) -> list[int]:
         raise RuntimeError("torch.distributed is not initialised; call init_process_group() before LockstepGuard")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not a member of group")
-    ranks = sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group of torch.distributed, not {type(group).__name__}")
+    ranks = sorted(dist.get_process_group_ranks(group))
     if len(ranks) < 2:
         raise ValueError("group has one rank, which has nobody to be in step with; make no guard for it")
     return ranks
