@@ -526,8 +526,12 @@ def test_an_unknown_block_is_a_mistake():
 def test_what_the_text_says_is_there():
     text = (ROOT / "docs" / "performance.md").read_text()
     assert "## What was tried" in text.partition("<!-- /bench:results -->")[2]
-    for file in re.findall(r"\]\((\S+?)\)", text):
-        assert (ROOT / "docs" / file).exists()
+    for file, _, heading in (link.partition("#") for link in re.findall(r"\]\((\S+?)\)", text)):
+        linked = ROOT / "docs" / (file or "performance.md")
+        assert linked.exists()
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in headings}
 
 
 # ---- the cases of a GPU, on a stand-in -----------------------------------------------------------------------------
