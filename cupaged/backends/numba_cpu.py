@@ -829,6 +829,9 @@ _SIGNATURES: list[tuple[Any, tuple]] = [
     (save, (*_STATE, _I4)),
     (load, (*_STATE, _I4)),
     (tick, (_I8,)),
+]
+# Hand-offs and digests: a quarter of the compile time, and no step needs them.
+_SELDOM_NEEDED: list[tuple[Any, tuple]] = [
     (list_pages, (*_READS, _I8, _I8, _I4, _I4, _I4)),
     (fill_block_table, (*_READS, _I8, _I8, types.int64, types.int32[:, :])),
     (map_slots, (*_READS, _I8, _I8, _I8, _I8)),
@@ -837,8 +840,30 @@ _SIGNATURES: list[tuple[Any, tuple]] = [
 ]
 
 
+def _compile(*signatures: tuple[Any, tuple]) -> None:
+    if config.DISABLE_JIT:
+        return
+    for kernel, signature in signatures:
+        with _COMPILING:
+            kernel.disable_compile(False)
+            kernel.compile(signature)
+            kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
+
+
+def _ready(kernel: Any) -> Any:
+    """A kernel that is seldom needed, compiled if it is not."""
+    if not config.DISABLE_JIT:
+        needed = [x for x in _SELDOM_NEEDED if x[0] is kernel]
+        if len(kernel.signatures) < len(needed):
+            _compile(*needed)
+    return kernel
+
+
 class NumbaBackend(HostBackend):
-    """All operations, compiled for the host. Made ready when it is constructed: no later call compiles."""
+    """All operations, compiled for the host. Made ready when it is constructed: no later step compiles.
+
+    Hand-offs and digests are compiled when the first one is asked for, or by `warmup`.
+    """
 
     name = "numba"
 
@@ -854,23 +879,17 @@ class NumbaBackend(HostBackend):
         shift = size.bit_length() - 1 if size & (size - 1) == 0 else -1
         self.state[[PAGE_SIZE, SHIFT, STRICT, REFUSED_SLOT]] = size, shift, self.strict, self.refused_slot
         self._cells = self.state.data
-        self.warmup()
-
-    def warmup(self) -> None:
-        """Compile every kernel, or load it from numba's cache."""
-        if config.DISABLE_JIT:
-            return
         out = _I8 if self.index_dtype == np.int64 else _I4
-        for kernel, signature in (
+        _compile(
             *_SIGNATURES,
             (alloc, (*_STATE, _I8, _I8, _I8, types.int64, out)),
             (alloc_whole, (*_STATE, types.int64, out)),
             (step_in_table, (*_STATE, _TABLE, types.boolean, types.int64, _I8, _I8, _I8, types.int64, out)),
-        ):
-            with _COMPILING:
-                kernel.disable_compile(False)
-                kernel.compile(signature)
-                kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
+        )
+
+    def warmup(self) -> None:
+        """Compile every kernel that is not, or load it from numba's cache."""
+        _compile(*_SELDOM_NEEDED)
 
     def _state(self):
         cells = self._cells
@@ -918,16 +937,16 @@ class NumbaBackend(HostBackend):
     def flashinfer_tables(
         self, table, paged: bool, pad_row: int, rows, seq, indptr, indices, length: int, last
     ) -> None:
-        list_pages(self.state, self.capacity, table, paged, pad_row, rows, seq, indptr, indices, last)
+        _ready(list_pages)(self.state, self.capacity, table, paged, pad_row, rows, seq, indptr, indices, last)
 
     def block_table(self, table, paged: bool, pad_row: int, rows, seq, parts: int, out) -> None:
-        fill_block_table(self.state, self.capacity, table, paged, pad_row, rows, seq, parts, out)
+        _ready(fill_block_table)(self.state, self.capacity, table, paged, pad_row, rows, seq, parts, out)
 
     def slot_mapping(self, table, paged: bool, pad_row: int, rows, prefix, seq, num_tokens: int, out) -> None:
-        map_slots(self.state, self.capacity, table, paged, pad_row, rows, prefix, seq, out)
+        _ready(map_slots)(self.state, self.capacity, table, paged, pad_row, rows, prefix, seq, out)
 
     def fold(self, entries, where: Where, cells: np.ndarray) -> None:
-        fold_in(self.pages, self.state, self.capacity, entries, int(where), cells)
+        _ready(fold_in)(self.pages, self.state, self.capacity, entries, int(where), cells)
 
     def retain_pages(self, entries) -> None:
         retain(*self._state(), entries)
