@@ -150,11 +150,12 @@ def test_more_replicas_than_requests():
 def test_table_fits_80_columns():
     found = replay_replicas(make_synthetic(60), 16, 600_000, InProcess(2), **SETTINGS)
     rows = [found.total, *found.replicas]
-    rows += [replace(r, pool_tokens=30_000) for r in rows]
+    rows += [replace(r, pool_tokens=30_000, step_p99_us=9999.6, step_max_us=123_456.7) for r in rows]
     console = Console(width=80, record=True)
     console.print(make_table(rows, ["all", "0", "1"] * 2))
     text = console.export_text()
     assert "…" not in text
+    assert " 10k 123k " in text
     assert "60 requests" in text
     assert text.count("all") >= 2
 

@@ -140,6 +140,10 @@ def table(results: Sequence[ReplayResult], replicas: Sequence[str] = ()) -> Tabl
     return out
 
 
+def _four_digits(x: float) -> str:
+    return f"{x:.0f}" if x < 9999.5 else f"{x / 1000:.0f}k"
+
+
 def _cells(r: ReplayResult) -> dict[str, str]:
     return {
         "pool": f"{r.pool_tokens:,}",
@@ -151,9 +155,9 @@ def _cells(r: ReplayResult) -> dict[str, str]:
         "waste\nmean": f"{r.waste_mean:,.0f}",
         "\nshare": f"{r.waste_share:.1%}",
         "alloc\n/s": f"{r.allocations_per_s / 1000:,.1f}k",
-        "us\np50": f"{r.step_p50_us:.0f}",
-        "\np99": f"{r.step_p99_us:.0f}",
-        "\nmax": f"{r.step_max_us:.0f}",
+        "us\np50": _four_digits(r.step_p50_us),
+        "\np99": _four_digits(r.step_p99_us),
+        "\nmax": _four_digits(r.step_max_us),
         "\ndigest": r.digest[:6],
     }
 
