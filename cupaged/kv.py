@@ -141,10 +141,13 @@ class KVAllocator(PoolAllocator):
         self._in_group = False
         self._changed = np.zeros(self.max_batch_size, bool)  # rows that _on_host lacks
         self._any_changed = False
+        # What is queued, three numbers each: row, tokens that stay, tokens that have a slot; or -1 and a range of the
+        # entries, in tokens. Told without the lock, so nobody may take more of it than they have seen.
+        self._told: list[int] = []
         self._heard = 0  # of what was told, taken up in the counts
         self._waiting: set[int] = set()  # rows with frees in the queue
         self._in_graphs = False  # replays, which nobody tells of, may write to req_to_page
-        self._forget_queue()
+        self._forget_queue(0)
 
     def __repr__(self) -> str:
         return (
@@ -390,12 +393,10 @@ class KVAllocator(PoolAllocator):
 
     def _queued_rows(self) -> set[int]:
         """Rows with frees in the queue; those told of since the last look lose their counts."""
-        told = self._told
-        if len(told) > self._heard:
-            heard = self._heard
-            entries = zip(told[heard::3], told[heard + 1 :: 3], told[heard + 2 :: 3], strict=True)
-            new = [entry for entry in entries if entry[0] >= 0]
-            self._heard = len(told)
+        told = self._told[self._heard :]
+        if told:
+            self._heard += len(told)
+            new = [entry for entry in zip(told[::3], told[1::3], told[2::3], strict=True) if entry[0] >= 0]
             size = self.page_size
             self._waiting.update(row for row, stay, have in new if stay // size * size < have)
             rows = [row for row, _, _ in new]
@@ -537,7 +538,7 @@ class KVAllocator(PoolAllocator):
             return
         self.pool.enter("", raising=False)  # what is queued must not be lost
         try:
-            queued = len(self._told)  # another thread may queue more meanwhile
+            queued = len(self._told)
             told = np.fromiter(self._told, np.int64, queued).reshape(-1, 3).T.copy()
             rows, begins, ends = told
             begins //= self.page_size
@@ -550,16 +551,14 @@ class KVAllocator(PoolAllocator):
             self._run_queue(told if all_some else told[:, some], self._entries, self._uncertain)
             self._num_pages[fresh] = 0
             self._last_slot[fresh] = self.page_size - 1
-            del self._told[:queued]
-            self._forget_queue(self._told)
+            self._forget_queue(queued)
             self._finish(None)
             self.pool.raise_recorded()
         finally:
             self.pool.leave()
 
-    def _forget_queue(self, but: list[int] | None = None) -> None:
-        # three numbers each: row, tokens that stay, tokens that have a slot; or -1, range of the entries in tokens
-        self._told: list[int] = [] if but is None else but
+    def _forget_queue(self, told: int) -> None:
+        del self._told[:told]
         self._heard = 0
         self._waiting = set()
         self._entries: list[Any] = []
@@ -615,7 +614,7 @@ class KVAllocator(PoolAllocator):
         self.pool.enter(self.backend.library)
         try:
             self.pool.clear(self.pool.capacity)
-            self._forget_queue()
+            self._forget_queue(len(self._told))
             self._in_group = False
             self._num_pages[:] = 0
             self._last_slot[:] = self.page_size - 1

@@ -201,7 +201,7 @@ class PagePool:
         op = 0
         if not self.capturing:
             op = self._issued = self._issued + 1
-        backend.kind, backend.quiet = kind, 1 if quiet else 0
+        backend.kind, backend.quiet = kind, 1 if quiet else 0  # no bool: kernels are compiled for an int
         backend.host_op, backend.error_ack = op, self._ack
         result = launch(*args)
         if op:

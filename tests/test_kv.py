@@ -634,6 +634,24 @@ def test_what_another_thread_queues_during_a_flush_stays_queued(kv):
     kv.check_integrity()
 
 
+def test_what_another_thread_queues_while_rows_are_looked_up(kv):
+    class Grows(list):
+        def __getitem__(self, part):
+            found = super().__getitem__(part)
+            kv.free_req_cache(2, 4)
+            kv._told = list(self)  # once
+            return found
+
+    for row in (1, 2):
+        kv.alloc(row, 4, 0)
+    kv.free_req_cache(1, 4)
+    kv._told = Grows(kv._told)
+    assert kv.num_pages.tolist() == [0, 0, 1, 0]
+    assert kv.num_pages.tolist() == [0, 0, 0, 0]
+    kv.free_group_end()
+    assert kv.available_size() == 9
+
+
 def test_torch_tables():
     kv = KVAllocator(40, torch.device("cpu"), 4, 20, 4)
     host = kv.req_to_page_cpu

@@ -7,6 +7,7 @@ counts, touched marks, freed pages, scratch), and `words` (int64: those of `layo
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -850,12 +851,10 @@ def _compile(*signatures: tuple[Any, tuple]) -> None:
             kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
 
 
+@cache
 def _ready(kernel: Any) -> Any:
-    """A kernel that is seldom needed, compiled if it is not."""
-    if not config.DISABLE_JIT:
-        needed = [x for x in _SELDOM_NEEDED if x[0] is kernel]
-        if len(kernel.signatures) < len(needed):
-            _compile(*needed)
+    """A kernel that is seldom needed, compiled."""
+    _compile(*(x for x in _SELDOM_NEEDED if x[0] is kernel))
     return kernel
 
 
