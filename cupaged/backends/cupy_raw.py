@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from typing import Any
 
@@ -51,7 +53,9 @@ KERNELS = (
     "fold_digest",
 )
 CLUSTER_KERNELS = ("decode_cluster", "decode_step_cluster", "extend_cluster")  # for GPUs that have clusters of blocks
-_SOURCES = ("alloc.cu", "free.cu", "state.cu", "handoff.cu", "digest.cu")
+# Compiled side by side, since NVRTC takes as long for each kernel as if it were alone.
+_UNITS = (("decode.cu",), ("extend.cu",), ("write.cu",), ("free.cu",), ("state.cu", "handoff.cu", "digest.cu"))
+_HEADERS = ("common.cuh", "alloc.cuh")
 PLAN_THREADS = 1024
 MOST_BLOCKS = 8  # of a cluster
 TILE = 256
@@ -118,16 +122,19 @@ _NO_VECTOR: DeviceVector = (0, 0, 0, 0, None)
 
 
 @functools.cache
-def source() -> str:
-    """All kernels as one translation unit: no include paths at run time, and CuPy's disk cache sees every change."""
+def source(unit: tuple[str, ...] = sum(_UNITS, ())) -> str:
+    """Kernels as one translation unit, all of them by default.
+
+    No include paths at run time, and CuPy's disk cache sees every change.
+    """
     try:
         files = resources.files("cupaged.kernels_cu")
     except ModuleNotFoundError:  # run from a checkout that is not installed
         files = resources.files("cupaged").joinpath("..", "kernels_cu")
-    parts = ['#line 1 "common.cuh"', files.joinpath("common.cuh").read_text().replace("#pragma once", "")]
-    for name in _SOURCES:
-        parts.append(f'#line 1 "{name}"')
-        parts.append(files.joinpath(name).read_text().replace('#include "common.cuh"', ""))
+    parts = []
+    for name in (*_HEADERS, *unit):
+        text = files.joinpath(name).read_text().replace("#pragma once", "")
+        parts += [f'#line 1 "{name}"', re.sub(r'#include "\w+\.cuh"', "", text)]
     return "\n".join(parts)
 
 
@@ -640,10 +647,17 @@ def _functions(device: int, clusters: bool) -> dict[str, int]:
     """Every kernel, compiled and loaded on one device: a launch must never find work left to do."""
     import cupy
 
-    module = cupy.RawModule(code=source(), options=("-std=c++17",))
-    _MODULES.append(module)
-    names = KERNELS + CLUSTER_KERNELS if clusters else KERNELS
-    return {name: module.get_function(name).kernel.ptr for name in names}
+    def load(unit: tuple[str, ...]) -> dict[str, int]:
+        code = source(unit)
+        with cupy.cuda.Device(device):  # which is a thread's own
+            module = cupy.RawModule(code=code, options=("-std=c++17",))
+            names = [name for name in (KERNELS + CLUSTER_KERNELS if clusters else KERNELS) if f" {name}(" in code]
+            functions = {name: module.get_function(name).kernel.ptr for name in names}
+        _MODULES.append(module)
+        return functions
+
+    with ThreadPoolExecutor(len(_UNITS)) as threads:
+        return {name: pointer for functions in threads.map(load, _UNITS) for name, pointer in functions.items()}
 
 
 _MODULES: list[Any] = []  # a module that has gone takes its kernels along
