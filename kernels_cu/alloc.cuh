@@ -72,20 +72,18 @@ __device__ __forceinline__ i64 old_page_tokens(const Args& a, const Request& r) 
     return (r.seq < room_ends ? r.seq : room_ends) - r.prefix;
 }
 
-// The breach of one request, or BREACH_NONE; `carry_on` where the classic kernels' behaviour harms nobody. The owners
-// of its last page are asked for at once, before it is clear that they matter.
+// The breach of one request, or BREACH_NONE; `carry_on` where the classic kernels' behaviour harms nobody.
 __device__ __forceinline__ int breach_of(const Args& a, i64 num_pages, const Request& r, bool& carry_on) {
     carry_on = false;
-    const i64 page = r.last < 0 ? 0 : div_page(a, r.last);
-    const bool owned_page = is_page(page, num_pages);
-    const int owners = owned_page ? a.ref_count[page] : 0;
     if (r.padding) return BREACH_NONE;
     if (a.table && !row_in_table(a, r.row)) return BREACH_ROW;
     if (!lengths_hold(r.prefix, r.seq)) return BREACH_LENGTH;
     if (a.table && !columns_in_table(a, r.seq)) return BREACH_COLUMN;
     const i64 tokens = old_page_tokens(a, r);
     if (tokens == 0) return BREACH_NONE;
-    if (!owned_page) return BREACH_RANGE;
+    const i64 page = r.last < 0 ? 0 : div_page(a, r.last);
+    if (!is_page(page, num_pages)) return BREACH_RANGE;
+    const int owners = a.ref_count[page];
     const i64 next = r.last + 1 - page * a.page_size;
     if (owners == 1 && next == offset_of(a, r.prefix)) return BREACH_NONE;
     if (owners == 0) return BREACH_FREE_PAGE;
@@ -211,7 +209,7 @@ __device__ __forceinline__ void commit(const Args& a, const Before& b, const Out
     }
     if (lane >= NUM_WORDS) word = lane == BREACH ? NO_BREACH : 0;
     __syncwarp();  // every lane has read the words
-    post_word(a, lane, word, op);
+    post_word(a, lane, word, op, lane != NUM_PAGES);  // which other blocks may be reading
 }
 
 // The breaches of a block's requests, in shared memory.
@@ -239,11 +237,11 @@ __device__ __noinline__ void find_breach(const Args& a, i64 num_pages, i64 i, Br
 struct Front {
     u32 first;
     const int* pages;
-    int fetched;
+    u32 fetched;
     bool take;  // count the owner of a page where its first token is written
 
     __device__ __forceinline__ int at(const Args& a, u32 rank) const {
-        return rank < static_cast<u32>(fetched) ? pages[rank] : a.free_ring[ring_position(a, first + rank)];
+        return rank < fetched ? pages[rank] : a.free_ring[ring_position(a, first + rank)];
     }
 
     // The first slot of that page; where the caller writes it, its owner is counted.
@@ -285,6 +283,20 @@ struct Planned {
     const u32* rooms;  // null: from the lengths
     u32 low, count;
 
+    // The last request that begins at or before a token: the whole warp looks at once, since a search by halves would be
+    // a chain of loads.
+    __device__ __forceinline__ u32 request_of_warp(u32 token) const {
+        u32 first = 0, left = count;
+        while (left > 1) {
+            const u32 share = (left + 31) >> 5, at = share * (threadIdx.x & 31);
+            const u32 begun = __ballot_sync(FULL_WARP, at < left && static_cast<u32>(begins[first + at]) <= token);
+            const u32 skipped = share * (__popc(begun) - 1);  // request `first` has always begun
+            first += skipped;
+            left = left - skipped < share ? left - skipped : share;
+        }
+        return first;
+    }
+
     // Tokens that its last page had room for.
     __device__ __forceinline__ u32 room(const Args& a, u32 i) const {
         if (rooms) return rooms[i];
@@ -308,14 +320,22 @@ __device__ __forceinline__ Part part_of(const Args& a, u32 begin, u32 end, u32 w
 
 // A request of a plan while its tokens are written.
 struct Run {
-    u32 begin, begins_new, end, pages_before;
+    u32 request, begin, begins_new, end, pages_before;
     i64 before_old;  // the slot of its last token, minus `begin`
 
-    __device__ __forceinline__ Run() : begin(1), begins_new(1), end(0), pages_before(0), before_old(0) {}
+    // None yet, but what is looked for is `low` or later.
+    __device__ __forceinline__ explicit Run(u32 low)
+        : request(low), begin(1), begins_new(1), end(0), pages_before(0), before_old(0) {}
 
     __device__ __forceinline__ bool has(u32 t, u32 many) const { return t >= begin && t + many <= end; }
 
-    __device__ __forceinline__ void take(const Args& a, const Planned& plan, u32 i) {
+    // The request of token t, which is most often one of the next.
+    __device__ __forceinline__ void find(const Args& a, const Planned& plan, u32 t) {
+        u32 i = request, step = 1;
+        for (; i + step < plan.count && static_cast<u32>(plan.begins[i + step]) <= t; step *= 2) i += step;
+        const u32 past = i + step < plan.count ? i + step : plan.count;
+        i = request_of(plan.begins, t, i, past - 1);
+        request = i;
         begin = plan.begins[i];
         end = plan.begins[i + 1];
         begins_new = begin + plan.room(a, i);
@@ -344,17 +364,18 @@ __device__ __forceinline__ void write_tokens(
     const u32 many = tokens_at_once(a);
     // at most two pages' slots are stored at once
     const bool at_once = static_cast<u32>(a.page_size) + 1 >= many && !(reinterpret_cast<u64>(a.out) & 15);
-    Run run;
+    if (part.begin >= part.end) return;
+    Run run(part.begin < granted ? plan.request_of_warp(part.begin) : 0);
     u32 room, next;
     for (u32 t = part.begin + many * (threadIdx.x & 31); t < part.end; t += 32 * many) {
-        if (!run.has(t, many) && t < granted) run.take(a, plan, request_of(plan.begins, t, 0u, plan.count - 1));
+        if (!run.has(t, many) && t < granted) run.find(a, plan, t);
         if (at_once && run.has(t, many)) {
             const i64 first = run.slot(a, front, t, room, next);
             put_at_once(a, t, first, room, room < many ? front.slot(a, next, true) - room : 0);
             continue;
         }
         for (u32 k = t; k < t + many && k < part.end; ++k) {
-            if (k < granted && !run.has(k, 1)) run.take(a, plan, request_of(plan.begins, k, 0u, plan.count - 1));
+            if (k < granted && !run.has(k, 1)) run.find(a, plan, k);
             put_slot(a, k, k < granted ? run.slot(a, front, k, room, next) : a.refused_slot);
         }
     }
@@ -400,10 +421,22 @@ __device__ __forceinline__ u64 take_ticket(u64* ticket, u64 value) {
     asm volatile("atom.add.acq_rel.gpu.u64 %0, [%1], %2;" : "=l"(before) : "l"(ticket), "l"(value) : "memory");
     return before;
 #else
-    __threadfence();
-    const u64 before = atomicAdd(ticket, value);
-    __threadfence();
-    return before;
+    return __atomic_fetch_add(ticket, value, __ATOMIC_ACQ_REL);
+#endif
+}
+
+// Counts a block that has read the words, two of which it gives as proof: a number made of them can not be sent before
+// they are there. No fence, as nothing is handed over: the last block may then store what the others have read. How many
+// were counted before.
+__device__ __forceinline__ u32 count_reader(const Args& a, i64 head, i64 free) {
+    u64* ticket = reinterpret_cast<u64*>(&a.words[TICKET]);
+    const u64 one = 1 + (static_cast<u64>(head | free) >> 63);  // neither is negative
+#ifdef __CUDA_ARCH__
+    u64 before;
+    asm volatile("atom.add.relaxed.gpu.u64 %0, [%1], %2;" : "=l"(before) : "l"(ticket), "l"(one) : "memory");
+    return static_cast<u32>(before);
+#else
+    return static_cast<u32>(take_ticket(ticket, one));  // C++ knows no order by what a number is made of
 #endif
 }
 

@@ -360,8 +360,8 @@ __device__ __forceinline__ int word_lane() { return static_cast<int>(threadIdx.x
 // Keeps a word and posts it to the host, in lane L word L. Half a word goes in the low half of each cell,
 // the op's number in the high half: cells are written whole, and a host that finds one number in all that it reads has
 // read one op's mail, with no fence on this side.
-__device__ __forceinline__ void post_word(const Args& a, int lane, i64 word, i64 op) {
-    if (lane < STATE_WORDS) a.words[lane] = word;
+__device__ __forceinline__ void post_word(const Args& a, int lane, i64 word, i64 op, bool changed = true) {
+    if (changed && lane < STATE_WORDS) a.words[lane] = word;
     if (lane < NUM_WORDS) {
         const i64 number = op << 32;
         volatile i64* mail = a.mailbox;

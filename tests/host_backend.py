@@ -150,13 +150,18 @@ class HostCudaBackend(CudaBackend):
 
 
 def variant(
-    order: str, mode: str = "plain", delayed: bool = False, cluster: int = 8, small: bool = True
+    order: str, mode: str = "plain", delayed: bool = False, cluster: int = 8, small: bool = True, tiles: bool = True
 ) -> type[HostCudaBackend]:
-    """The backend with another order of threads, or run otherwise; not `small`: clusters for small batches too."""
+    """The backend with another order of threads, or run otherwise.
+
+    Not `small`: many blocks for small batches too; with neither clusters nor `tiles`, two launches.
+    """
     name = f"HostCuda_{order}_{mode}{'_delayed' if delayed else ''}_{cluster}"
     if mode == "asan":
         cluster = min(cluster, 1)  # all that such a build can run
-    limits = {} if small else {"small_decode": 0, "small_step": 0, "small_extend": 0}
+    limits = {} if small else {"small_decode": 0, "small_step": 0, "small_extend": 0, "tile_threads": (64, 64)}
+    if not tiles:
+        limits["tiles_extend"] = 0
     return type(
         name, (HostCudaBackend,), {"order": order, "mode": mode, "delayed": delayed, "cluster": cluster} | limits
     )

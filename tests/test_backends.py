@@ -16,7 +16,7 @@ from cupaged.backends.cupy_raw import CLUSTER_KERNELS, KERNELS
 from cupaged.backends.numba_cpu import NumbaBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.interop import to_host
-from cupaged.layout import Kind
+from cupaged.layout import Breach, Kind
 from tests.host_backend import HostCudaBackend, variant
 from tests.operations import Runner, Script, options, state
 
@@ -25,7 +25,7 @@ PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
 ELSEWHERE = {"fold_digest", *(name for name in KERNELS if name.startswith("handoff_"))}
 CONTESTANTS = {
     "numba": NumbaBackend,
-    "cuda-ascending": variant("ascending", cluster=0),
+    "cuda-ascending": variant("ascending", cluster=0, tiles=False),
     "cuda-descending": variant("descending"),
     "cuda-random": variant("random"),
     "cuda-clusters": variant("random", small=False),
@@ -180,6 +180,30 @@ def test_larger_batches_and_pools(name):
     large(CONTESTANTS[name])
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_page_that_the_batch_takes_is_nobodys_last_page(name, strict):
+    """Though other blocks may count its owner before it is looked at: B's last slot lies in A's first new page."""
+    chosen = options(np.random.default_rng(0), 16, num_pages=100, strict=strict, refused_slot=-1)
+    pool = CONTESTANTS[name](**chosen)
+    pool.native_library = pool.library
+    runner = Runner(pool)
+    given = {"prefix": [0, 5], "seq": [64, 6], "last": [-1, 16 + 4], "num_tokens": 65}
+    given = {key: np.array(x) if isinstance(x, list) else x for key, x in given.items()}
+    assert to_host(runner.run(Kind.EXTEND, given, 0, False, 1)).tolist() == [-1] * 65
+    found = state(pool)
+    assert found["error"][0] == (Kind.EXTEND << 8 | Breach.FREE_PAGE)
+    assert found["error"][2:] == [1, 20]
+    assert not any(found["refs"][1:])
+    # the same last slot of a request that begins a page, or adds nothing, says nothing
+    given = {"prefix": [0, 16, 5], "seq": [64, 17, 5], "last": [-1, 16 + 4, 16 + 4], "num_tokens": 65}
+    given = {key: np.array(x) if isinstance(x, list) else x for key, x in given.items()}
+    pages = pool.snapshot()[0][:5].tolist()
+    expected = [16 * page + i for page in pages[:4] for i in range(16)] + [16 * pages[4]]
+    assert to_host(runner.run(Kind.EXTEND, given, 0, False, 1)).tolist() == expected
+    assert sorted(np.flatnonzero(pool.snapshot()[1][1:]) + 1) == sorted(pages)
+
+
 def test_every_kernel_is_reached():
     """By these tests, that is: a kernel that none of them runs would be proven by none."""
 
@@ -190,12 +214,12 @@ def test_every_kernel_is_reached():
             self.reached.add(kernel)
             super()._launch(kernel, blocks, threads)
 
-    class WithoutClusters(Recorded):
-        cluster = 0
+    class InTwoLaunches(Recorded):
+        cluster = tiles_extend = 0
 
     for seed in range(20):
         play(Recorded, seed, 16, steps=25)
     large(Recorded)
-    large(WithoutClusters)
+    large(InTwoLaunches)
     # queue_entries is the allocator's free group
     assert set(KERNELS + CLUSTER_KERNELS) - Recorded.reached == {"queue_entries", *ELSEWHERE}

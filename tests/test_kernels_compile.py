@@ -43,7 +43,7 @@ def test_every_kernel_compiles(architecture):
 
 
 def test_python_knows_every_kernel():
-    declared = r"__global__ void (?:__cluster_dims__\([^)]*\) )?__launch_bounds__\(\w+\)\s+(\w+)\("
+    declared = r"__global__ void (?:__cluster_dims__\([^)]*\) )?__launch_bounds__\([\w, ]+\)\s+(\w+)\("
     assert sorted(re.findall(declared, source())) == sorted(KERNELS + CLUSTER_KERNELS)
 
 

@@ -28,7 +28,8 @@ KERNELS = (
     "decode_step_small",
     "extend_small",
     "extend_step_small",
-    "plan_small",
+    "extend_tiles",
+    "extend_tiles_many",
     "plan_requests",
     "write_slots",
     "write_step",
@@ -52,7 +53,7 @@ KERNELS = (
     "handoff_slots",
     "fold_digest",
 )
-CLUSTER_KERNELS = ("decode_cluster", "decode_step_cluster", "extend_cluster")  # for GPUs that have clusters of blocks
+CLUSTER_KERNELS = ("decode_cluster", "decode_step_cluster")  # for GPUs that have clusters of blocks
 # Compiled side by side, since NVRTC takes as long for each kernel as if it were alone.
 _UNITS = (("decode.cu",), ("extend.cu",), ("write.cu",), ("free.cu",), ("state.cu", "handoff.cu", "digest.cu"))
 _HEADERS = ("common.cuh", "alloc.cuh")
@@ -61,10 +62,9 @@ MOST_BLOCKS = 8  # of a cluster
 TILE = 256
 CLUSTER_SHARE = 8 * PLAN_THREADS  # requests of a decode that a block of a cluster can have
 WRITE_TILE = 1024  # tokens that a block of TILE threads writes; up to eight times as many where there are
-WRITE_BLOCKS = 264  # blocks enough: two on each of the 132 multiprocessors of an H200
+MULTIPROCESSORS = 132  # of an H200; each has room for PLAN_THREADS threads of an extend
+WRITE_BLOCKS = 2 * MULTIPROCESSORS  # blocks enough
 STAGING = 1 << 20  # bytes of pinned memory that host arguments go through
-SCAN_REQUESTS = 4096  # requests that a block of a single-launch extend can plan
-CLUSTER_TOKENS = 16384  # tokens that a cluster plans and writes
 WIDE_SUM = 1 << 30  # requests times tokens, at most, of an extend that sums in 32 bits
 SMALL_PAGES = 16384  # slots of whole pages that one block takes and writes
 SMALL_FREE = 16384  # slots that one block marks and settles in a single launch
@@ -167,7 +167,9 @@ class CudaBackend(GpuBackend):
     # What one block does in a single launch; more is for a cluster, or for a plan and a launch that writes.
     small_decode = PLAN_THREADS  # requests
     small_step = 512  # requests of a decode step, where there are clusters
-    small_extend = 1024  # tokens
+    small_extend = 256  # tokens
+    tiles_extend = 4 * PLAN_THREADS  # requests that each block of one launch plans for itself
+    tile_threads = TILE // 2 + 32, TILE + 32  # of such a block, at least: for few tokens, and for many
     small_extend_step = 4096
 
     def __init__(self, **options: Any) -> None:
@@ -332,14 +334,15 @@ class CudaBackend(GpuBackend):
     def _extend(self, n: int, num_tokens: int) -> None:
         if 0 < n <= PLAN_THREADS and num_tokens <= self.small_extend:
             self._launch("extend_small", 1, _threads(max(n, -(-num_tokens // self._at_once)) + 32))
-        elif self.cluster and num_tokens <= CLUSTER_TOKENS and n <= SCAN_REQUESTS and n * num_tokens < WIDE_SUM:
-            threads = _threads(max(n // 4, -(-num_tokens // (self._at_once * self.cluster)), TILE // 4))
-            self._launch("extend_cluster", self.cluster, threads)
+        elif 0 < n <= self.tiles_extend and n * num_tokens < WIDE_SUM:
+            rows = -(-num_tokens // (32 * self._at_once))  # that a warp writes at once
+            threads = max(self.tile_threads[rows > 4 * MULTIPROCESSORS], _threads(n))
+            writers = threads // 32 - 1
+            each = -(-rows // (writers * MULTIPROCESSORS * (PLAN_THREADS // threads)))
+            blocks = -(-rows // (writers * each)) if rows else 1
+            self._launch("extend_tiles" if n <= PLAN_THREADS else "extend_tiles_many", blocks, threads)
         else:
-            if 0 < n <= min(PLAN_THREADS, self.max_batch) and n * num_tokens < WIDE_SUM:
-                self._launch("plan_small", 1, _threads(n + 32))
-            else:
-                self._plan(n)
+            self._plan(n)
             if num_tokens:
                 tiles = -(-num_tokens // WRITE_TILE)
                 self._launch("write_slots", min(tiles, max(WRITE_BLOCKS, tiles // 8)), TILE)
@@ -647,15 +650,19 @@ def _functions(device: int, clusters: bool) -> dict[str, int]:
     """Every kernel, compiled and loaded on one device: a launch must never find work left to do."""
     import cupy
 
+    options = ("-std=c++17",)
+
     def load(unit: tuple[str, ...]) -> dict[str, int]:
         code = source(unit)
         with cupy.cuda.Device(device):  # which is a thread's own
-            module = cupy.RawModule(code=code, options=("-std=c++17",))
+            module = cupy.RawModule(code=code, options=options)
             names = [name for name in (KERNELS + CLUSTER_KERNELS if clusters else KERNELS) if f" {name}(" in code]
             functions = {name: module.get_function(name).kernel.ptr for name in names}
         _MODULES.append(module)
         return functions
 
+    # CuPy has NVRTC say what it is before it looks into its cache: once, and not in each thread.
+    cupy.RawModule(code='extern "C" __global__ void nothing() {}', options=options).get_function("nothing")
     with ThreadPoolExecutor(len(_UNITS)) as threads:
         return {name: pointer for functions in threads.map(load, _UNITS) for name, pointer in functions.items()}
 
