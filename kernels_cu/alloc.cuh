@@ -1,5 +1,5 @@
 // What the kernels of allocations share. An allocation plans (validates, scans, decides all or nothing, commits), then
-// writes slots: in one launch, by one block (`small`) or a cluster of them, or in two.
+// writes slots: in one launch, by one block (`small`), by a cluster of them or by any number (`tiles`), or in two.
 #pragma once
 #include "common.cuh"
 
@@ -238,7 +238,6 @@ struct Front {
     u32 first;
     const int* pages;
     u32 fetched;
-    bool take;  // count the owner of a page where its first token is written
 
     __device__ __forceinline__ int at(const Args& a, u32 rank) const {
         return rank < fetched ? pages[rank] : a.free_ring[ring_position(a, first + rank)];
@@ -247,7 +246,7 @@ struct Front {
     // The first slot of that page; where the caller writes it, its owner is counted.
     __device__ __forceinline__ i64 slot(const Args& a, u32 rank, bool writes_first) const {
         const int page = at(a, rank);
-        if (take && writes_first) a.ref_count[page] = 1;
+        if (writes_first) a.ref_count[page] = 1;
         return static_cast<i64>(page) * a.page_size;
     }
 };
@@ -370,8 +369,8 @@ __device__ __forceinline__ void write_tokens(
     for (u32 t = part.begin + many * (threadIdx.x & 31); t < part.end; t += 32 * many) {
         if (!run.has(t, many) && t < granted) run.find(a, plan, t);
         if (at_once && run.has(t, many)) {
-            const i64 first = run.slot(a, front, t, room, next);
-            put_at_once(a, t, first, room, room < many ? front.slot(a, next, true) - room : 0);
+            const i64 slot = run.slot(a, front, t, room, next);
+            put_at_once(a, t, slot, room, room < many ? front.slot(a, next, true) - room : 0);
             continue;
         }
         for (u32 k = t; k < t + many && k < part.end; ++k) {

@@ -10,6 +10,41 @@ __device__ __forceinline__ i64 pages_and_tokens(const Args& a, const Request& r)
     return (pages < too_many ? pages : too_many) << 32 | (tokens < too_many ? tokens : too_many);
 }
 
+// The same of a request without a table, in 32 bits, and whether nothing is wrong with it. Owners of its last page are
+// looked at only if they matter.
+__device__ __forceinline__ bool count_request(const Args& a, i64 num_pages, const Request& r, i64& pages_and_tokens) {
+    pages_and_tokens = 0;
+    if (!lengths_hold(r.prefix, r.seq)) return false;
+    const u32 too_many = static_cast<u32>(a.num_tokens) + 1, size = static_cast<u32>(a.page_size);
+    const u32 prefix = static_cast<u32>(r.prefix), seq = static_cast<u32>(r.seq);
+    const u32 full = full_pages(a, prefix), full_after = full_pages(a, seq), offset = prefix - full * size;
+    const u32 pages = full_after + (seq != full_after * size) - full - (offset != 0), tokens = seq - prefix;
+    pages_and_tokens = static_cast<i64>(pages < too_many ? pages : too_many) << 32;
+    pages_and_tokens |= tokens < too_many ? tokens : too_many;
+    if (offset == 0 || tokens == 0) return true;
+    const i64 page = r.last < 0 ? 0 : div_page(a, r.last);
+    return is_page(page, num_pages) && a.ref_count[page] == 1 && r.last + 1 - page * size == offset;
+}
+
+// The sum over the warp of pages and tokens.
+__device__ __forceinline__ i64 warp_sums(i64 pages_and_tokens) {
+    const int tokens = static_cast<int>(pages_and_tokens & 0xffffffffLL);
+    const u32 pages = static_cast<u32>(warp_sum(static_cast<int>(pages_and_tokens >> 32)));
+    return static_cast<i64>(static_cast<u64>(pages) << 32 | static_cast<u32>(warp_sum(tokens)));
+}
+
+// Pages and tokens of the requests of all threads before this one, and of all: a sum over few warps is cheaper than a
+// scan of theirs.
+__device__ __forceinline__ i64 sums_before(i64 pages_and_tokens, i64* carry, i64& all) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const i64 inclusive = warp_inclusive(pages_and_tokens);
+    if (lane == 31) carry[warp] = inclusive;
+    __syncthreads();
+    const i64 sums = lane < warps ? carry[lane] : 0;
+    all = warp_sums(sums);
+    return warp_sums(lane < warp ? sums : 0) + inclusive - pages_and_tokens;
+}
+
 // The exact sums over the batch.
 __device__ __noinline__ void sum_lengths(const Args& a, i64& pages, i64& tokens) {
     __shared__ i64 carry[2][32];
@@ -42,9 +77,16 @@ __device__ __forceinline__ void extend(const Args& a) {
 
     Request r = {prefix, seq, entry, 0, false};
     if (TABLE) r = make_request(a, prefix, seq, entry);
-    const bool fine = is_fine<TABLE>(a, b.num_pages, r) || !mine;
-    i64 all;
-    const i64 before = block_exclusive(mine ? pages_and_tokens(a, r) : 0, carry, all);
+    bool fine;
+    i64 counted, all;
+    if constexpr (TABLE) {
+        fine = is_fine<TABLE>(a, b.num_pages, r);
+        counted = pages_and_tokens(a, r);
+    } else {
+        fine = count_request(a, b.num_pages, r, counted);
+    }
+    fine = fine || !mine;
+    const i64 before = sums_before(mine ? counted : 0, carry, all);
     begins[i] = static_cast<int>(before & 0xffffffffLL);
     pages_before[i] = static_cast<int>(before >> 32);
     if (i + 1 == blockDim.x) begins[i + 1] = static_cast<int>(all & 0xffffffffLL);
@@ -59,7 +101,7 @@ __device__ __forceinline__ void extend(const Args& a) {
     if (odd) __syncthreads();  // all have read the offending value, before the table is written
     commit(a, b, o, total, tokens);
     const i64 granted = o.status == STATUS_OK ? tokens : 0;
-    const Front front = {static_cast<u32>(b.head), pages, static_cast<u32>(fetched), true};
+    const Front front = {static_cast<u32>(b.head), pages, static_cast<u32>(fetched)};
     if constexpr (!TABLE) {
         const Planned plan = {begins, pages_before, nullptr, 0, static_cast<u32>(a.n)};
         write_tokens(a, front, plan, static_cast<u32>(granted), part);
@@ -82,28 +124,6 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_small(const __
 
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS) extend_step_small(const __grid_constant__ Args a) {
     extend<true>(a);
-}
-
-// The same of a request without a table, in 32 bits, and whether nothing is wrong with it. Owners of its last page are
-// looked at only if they matter.
-__device__ __forceinline__ bool count_request(const Args& a, i64 num_pages, const Request& r, i64& pages_and_tokens) {
-    pages_and_tokens = 0;
-    if (!lengths_hold(r.prefix, r.seq)) return false;
-    const u32 too_many = static_cast<u32>(a.num_tokens) + 1, size = static_cast<u32>(a.page_size);
-    const u32 prefix = static_cast<u32>(r.prefix), seq = static_cast<u32>(r.seq);
-    const u32 full = full_pages(a, prefix), full_after = full_pages(a, seq), offset = prefix - full * size;
-    const u32 pages = full_after + (seq != full_after * size) - full - (offset != 0), tokens = seq - prefix;
-    pages_and_tokens = static_cast<i64>(pages < too_many ? pages : too_many) << 32 | (tokens < too_many ? tokens : too_many);
-    if (offset == 0 || tokens == 0) return true;
-    const i64 page = r.last < 0 ? 0 : div_page(a, r.last);
-    return is_page(page, num_pages) && a.ref_count[page] == 1 && r.last + 1 - page * size == offset;
-}
-
-// The sum over the warp of pages and tokens.
-__device__ __forceinline__ i64 warp_sums(i64 pages_and_tokens) {
-    const int tokens = static_cast<int>(pages_and_tokens & 0xffffffffLL);
-    const u32 pages = static_cast<u32>(warp_sum(static_cast<int>(pages_and_tokens >> 32)));
-    return static_cast<i64>(static_cast<u64>(pages) << 32 | static_cast<u32>(warp_sum(tokens)));
 }
 
 // Extend by any number of blocks that know nothing of each other: each plans and validates the whole batch for itself,
@@ -177,7 +197,7 @@ __device__ __forceinline__ void extend_tile(const Args& a) {
         if (__shfl_sync(FULL_WARP, counted, 0) + 1 == gridDim.x) commit(a, b, o, total, tokens);
         return;
     }
-    const Front front = {static_cast<u32>(head), nullptr, 0, true};
+    const Front front = {static_cast<u32>(head), nullptr, 0};
     const u32 granted = o.status == STATUS_OK ? static_cast<u32>(tokens) : 0;
     write_tokens(a, front, {begins, pages_before, nullptr, 0, n}, granted, part);
 }

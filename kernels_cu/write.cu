@@ -109,7 +109,7 @@ struct Granted {
 
 __device__ __forceinline__ Granted load_granted(const Args& a) {
     const i64 first = a.words[FIRST], tokens = a.words[TOKENS], ok = a.words[OK];
-    return {{static_cast<u32>(first), nullptr, 0, true}, ok ? static_cast<u32>(tokens) : 0};
+    return {{static_cast<u32>(first), nullptr, 0}, ok ? static_cast<u32>(tokens) : 0};
 }
 
 // Requests of a tile of the output that are looked up in shared memory: `low` and later ones, for `begin` and later
