@@ -37,7 +37,7 @@ def cases(bench: Bench, only: str = "") -> list[Case]:
     pools = POOLS[:2] if bench.tiny else POOLS[:4] if bench.quick else POOLS
     batches = BATCHES[:3] if bench.tiny else BATCHES
     tokens = 100_000 if bench.tiny else LONG
-    millions = 0.002 if bench.tiny else 0.1 if bench.quick else 1 if bench.device == "cuda" else 10
+    millions = 0.002 if bench.tiny else 0.1 if bench.quick else 10
     found: list[Case] = []
     for pages in pools:
         found += _pool_cases(pages)
