@@ -220,7 +220,11 @@ class LockstepGuard:
             self._pool.leave()
 
     def close(self) -> None:
-        """Leave the allocator alone. Not collective; a comparison that runs is dropped."""
+        """Leave the allocator alone. Not collective; a comparison that runs is dropped.
+
+        The guard's own group, some sockets and threads, stays until ``destroy_process_group()``: torch names a group
+        by how many there are, so ranks that destroyed theirs at different times could not make another one.
+        """
         if self._pool.watcher is self:
             self._pool.watcher = None
         if self._captured:
