@@ -6,6 +6,7 @@ counts, touched marks, freed pages, scratch), and `words` (int64: those of `layo
 
 from __future__ import annotations
 
+import gc
 import threading
 from functools import cache
 from typing import Any
@@ -53,7 +54,7 @@ RANGE, FREE_PAGE, SHARED_PAGE, DOUBLE_FREE = map(
 )
 FRONT, BACK, STAGE = map(int, (Where.FRONT, Where.BACK, Where.STAGE))
 ROW, COLUMN = int(Breach.ROW), int(Breach.COLUMN)
-SAVED = tuple(map(int, SAVED_WORDS))
+SAVED = list(map(int, SAVED_WORDS))
 DECODE, DECODE_STEP, TRIM = int(Kind.DECODE), int(Kind.DECODE_STEP), int(Kind.TRIM)
 
 
@@ -123,6 +124,21 @@ def begun_pages(tokens, size, shift):
     return full_pages(tokens + size - 1, size, shift)
 
 
+@_part
+def in_ring(pages, position):
+    """Return a position that is past the ring's end, or before its beginning, by less than its length."""
+    capacity = pages.shape[1] - 1
+    if position < 0:
+        return position + capacity
+    return position - capacity if position >= capacity else position
+
+
+@_part
+def fill(out, begin, value):
+    for i in range(begin, out.shape[0]):
+        out[i] = value
+
+
 @_inlined
 def breach_of(pages, words, prefix, seq, last):
     """Return the breach of one request and whether the classic kernels' behaviour would harm nobody."""
@@ -138,7 +154,8 @@ def breach_of(pages, words, prefix, seq, last):
             next_offset = last - page * size + 1
             if next_offset != offset:
                 breach = MISALIGNED
-                harmless = words[STRICT] == 0 and next_offset + min(seq - prefix, size - offset) <= size
+                fits = next_offset <= offset or next_offset + seq - prefix <= size
+                harmless = words[STRICT] == 0 and fits
         else:
             breach = RANGE if owners < 0 else FREE_PAGE if owners == 0 else SHARED_PAGE
     return breach, harmless
@@ -162,12 +179,13 @@ def decide(pages, words, needed, tokens, num_tokens, breach, index, value, refus
         record(words, SHORT, WHOLE_BATCH, needed)
         status = STATUS_SHORT
     if status == STATUS_OK:
-        capacity = pages.shape[1] - 1
         words[FIRST] = words[HEAD]
-        words[HEAD] = (words[HEAD] + needed) % capacity
+        words[HEAD] = in_ring(pages, words[HEAD] + needed)
         words[FREE] -= needed
         words[ALLOCATED] += needed
-        words[PEAK] = max(words[PEAK], words[NUM_PAGES] - words[FREE] - words[STAGED])
+        used = words[NUM_PAGES] - words[FREE] - words[STAGED]
+        if used > words[PEAK]:
+            words[PEAK] = used
         words[TOKENS] = tokens
         words[RET] = needed << 32 | (tokens & 0xFFFFFFFF)
     else:
@@ -194,7 +212,8 @@ def write_run(out, t, first, n):
 def write_request(pages, words, position, prefix, seq, last, t, out):
     """Write one request's slots from out[t] on; return the ring position after its pages."""
     size, shift, capacity = words[PAGE_SIZE], words[SHIFT], pages.shape[1] - 1
-    n = min(seq, begun_pages(prefix, size, shift) * size) - prefix
+    room = begun_pages(prefix, size, shift) * size - prefix
+    n = seq - prefix if seq - prefix < room else room
     if n > 0:
         write_run(out, t, last + 1, n)
         t += n
@@ -205,7 +224,7 @@ def write_request(pages, words, position, prefix, seq, last, t, out):
         if position == capacity:
             position = 0
         pages[REFS, page] = 1
-        n = min(seq - prefix, size)
+        n = seq - prefix if seq - prefix < size else size
         write_run(out, t, page * size, n)
         t += n
         prefix += n
@@ -300,15 +319,15 @@ def write_decode(pages, words, seqs, lasts, out):
     size, shift, capacity, position = words[PAGE_SIZE], words[SHIFT], pages.shape[1] - 1, words[FIRST]
     inverse = 1.0 / size
     for begin in range(0, seqs.shape[0], GROUP):
-        end, begun = min(begin + GROUP, seqs.shape[0]), np.int64(0)
-        if end == begin + GROUP:
+        end, begun = begin + GROUP, np.int64(0)
+        if end <= seqs.shape[0]:
             for j in range(GROUP):
                 at = np.uint64(begin + j)
                 begins = remainder(seqs[at] - 1, size, shift, inverse) == 0
                 out[at] = np.int64(0) if begins else lasts[at] + 1
                 begun += np.int64(begins)
         else:
-            begun += 1
+            end, begun = seqs.shape[0], np.int64(1)
             for i in range(begin, end):
                 begins = remainder(seqs[i] - 1, size, shift, inverse) == 0
                 out[i] = np.int64(0) if begins else lasts[i] + 1
@@ -329,7 +348,7 @@ def alloc(pages, words, prefixes, seqs, lasts, num_tokens, out):
     begin_op(words)
     decode = words[KIND] == DECODE
     if not plan(pages, words, decode, prefixes, seqs, lasts, num_tokens):
-        out[:] = words[REFUSED_SLOT]
+        fill(out, 0, words[REFUSED_SLOT])
         return
     if decode:
         write_decode(pages, words, seqs, lasts, out)
@@ -338,7 +357,7 @@ def alloc(pages, words, prefixes, seqs, lasts, num_tokens, out):
     for i in range(seqs.shape[0]):
         position = write_request(pages, words, position, prefixes[i], seqs[i], lasts[i], t, out)
         t += seqs[i] - prefixes[i]
-    out[t:] = words[REFUSED_SLOT]
+    fill(out, t, words[REFUSED_SLOT])
 
 
 @_kernel
@@ -422,7 +441,7 @@ def step_in_table(pages, words, table, paged, pad_row, rows, prefixes, seqs, num
         if holds:
             needed += begun_pages(seq, size, shift) - begun_pages(prefix, size, shift)
     if not decide(pages, words, needed, tokens, num_tokens, first, at, wrong, refused):
-        out[:] = words[REFUSED_SLOT]
+        fill(out, 0, words[REFUSED_SLOT])
         return
     position, t = words[FIRST], 0
     for i in range(rows.shape[0]):
@@ -438,7 +457,7 @@ def step_in_table(pages, words, table, paged, pad_row, rows, prefixes, seqs, num
                 for token in range(prefix, seq):
                     table[row, token] = out[t + token - prefix]
         t += seq - prefix
-    out[t:] = words[REFUSED_SLOT]
+    fill(out, t, words[REFUSED_SLOT])
 
 
 @_kernel
@@ -448,7 +467,7 @@ def alloc_whole(pages, words, num_pages, out):
     if decide(pages, words, num_pages, n, n, NONE, 0, 0, False):
         write_request(pages, words, words[FIRST], 0, n, -1, 0, out)
     else:
-        out[:] = words[REFUSED_SLOT]
+        fill(out, 0, words[REFUSED_SLOT])
 
 
 @_part
@@ -457,11 +476,11 @@ def give(pages, words, listed, n, where):
     capacity = pages.shape[1] - 1
     words[PAGES_FREED] += n
     if where == FRONT:
-        first = (words[HEAD] - n) % capacity
+        first = in_ring(pages, words[HEAD] - n)
         words[HEAD] = first
         words[FREE] += n
     else:
-        first = (words[HEAD] + words[FREE] + words[STAGED]) % capacity
+        first = in_ring(pages, words[HEAD] + words[FREE] + words[STAGED])
         words[FREE if where == BACK else STAGED] += n
     for i in range(n):
         pages[RING, first] = listed[i]
@@ -472,10 +491,11 @@ def give(pages, words, listed, n, where):
 
 @_part
 def drop_owner(pages, words, page):
-    pages[REFS, page] -= 1
-    if pages[REFS, page] == 1:
+    owners = pages[REFS, page] - 1
+    pages[REFS, page] = owners
+    if owners == 1:
         words[SHARED] -= 1
-    return pages[REFS, page] == 0
+    return owners == 0
 
 
 @_part
@@ -485,7 +505,7 @@ def order_freed(pages, freed):
     for i in range(freed):
         page = pages[FREED, i]
         ascending = ascending and page >= most
-        least, most = min(least, page), max(most, page)
+        least, most = page if page < least else least, page if page > most else most
     if ascending:
         for i in range(freed):
             pages[MARKS, pages[FREED, i]] = 0
@@ -522,7 +542,7 @@ def free_by_slot(pages, words, slots, push, where, index_base):
             touched += 1
     freed = words[NUM_FREED]
     for i in range(touched):
-        page = pages[TOUCHED, i]
+        page = np.int64(pages[TOUCHED, i])
         pages[MARKS, page] = 0
         if drop_owner(pages, words, page):
             pages[MARKS, page] = 2
@@ -642,63 +662,10 @@ def retain(pages, words, entries):
         elif pages[REFS, page] == 0:
             record(words, FREE_PAGE, i, page)
         else:
-            pages[REFS, page] += 1
-            if pages[REFS, page] == 2:
+            owners = pages[REFS, page] + 1
+            pages[REFS, page] = owners
+            if owners == 2:
                 words[SHARED] += 1
-    end_op(words, STATUS_OK)
-
-
-@_kernel
-def merge_sorted(pages, words, bound):
-    if words[STAGED] == 0 or bound <= words[FREE]:
-        return
-    n = 0
-    for page in range(1, words[NUM_PAGES] + 1):
-        if pages[REFS, page] == 0:
-            pages[RING, n] = page
-            n += 1
-    words[HEAD] = 0
-    words[FREE] = n
-    words[STAGED] = 0
-
-
-@_kernel
-def clear_all(pages, words, num_pages):
-    begin_op(words)
-    for i in range(pages.shape[1]):
-        pages[RING, i] = i + 1
-        pages[REFS, i] = 0
-        pages[MARKS, i] = 0
-    pages[REFS, 0] = 1
-    words[NUM_FREED] = 0
-    words[HEAD] = words[STAGED] = words[SHARED] = words[RET] = 0
-    words[NUM_PAGES] = words[FREE] = num_pages
-    end_op(words, STATUS_OK)
-
-
-@_kernel
-def save(pages, words, saved):
-    begin_op(words)
-    n = pages.shape[1]
-    for i in range(n):
-        saved[n - 1 + i] = pages[REFS, i]
-    for i in range(n - 1):
-        saved[i] = pages[RING, i]
-    for i in range(5):
-        saved[2 * n - 1 + i] = words[SAVED[i]]
-    end_op(words, STATUS_OK)
-
-
-@_kernel
-def load(pages, words, saved):
-    begin_op(words)
-    n = pages.shape[1]
-    for i in range(n):
-        pages[REFS, i] = saved[n - 1 + i]
-    for i in range(n - 1):
-        pages[RING, i] = saved[i]
-    for i in range(5):
-        words[SAVED[i]] = saved[2 * n - 1 + i]
     end_op(words, STATUS_OK)
 
 
@@ -825,10 +792,6 @@ _SIGNATURES: list[tuple[Any, tuple]] = [
     (retain, (*_STATE, _I8)),
     (decode_holds, (_I8,)),
     (extend_tokens, (_I8, _I8)),
-    (merge_sorted, (*_STATE, types.int64)),
-    (clear_all, (*_STATE, types.int64)),
-    (save, (*_STATE, _I4)),
-    (load, (*_STATE, _I4)),
     (tick, (_I8,)),
 ]
 # Hand-offs and digests: a quarter of the compile time, and no step needs them.
@@ -844,11 +807,17 @@ _SELDOM_NEEDED: list[tuple[Any, tuple]] = [
 def _compile(*signatures: tuple[Any, tuple]) -> None:
     if config.DISABLE_JIT:
         return
-    for kernel, signature in signatures:
-        with _COMPILING:
-            kernel.disable_compile(False)
-            kernel.compile(signature)
-            kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
+    with _COMPILING:
+        collecting = gc.isenabled()
+        gc.disable()  # to look through the compiler's many objects is a tenth of its time, and few can go
+        try:
+            for kernel, signature in signatures:
+                kernel.disable_compile(False)
+                kernel.compile(signature)
+                kernel.disable_compile()  # or a contiguous table would be compiled for at its first call
+        finally:
+            if collecting:
+                gc.enable()
 
 
 @cache
@@ -950,19 +919,35 @@ class NumbaBackend(HostBackend):
     def retain_pages(self, entries) -> None:
         retain(*self._state(), entries)
 
+    # By NumPy: what is done seldom, over whole arrays, is not worth the time to compile it.
+
     def sort_free(self, bound: int) -> None:
-        merge_sorted(self.pages, self.state, bound)
+        cells = self._cells
+        if cells[STAGED] == 0 or bound <= cells[FREE]:
+            return
+        free = np.flatnonzero(self.ref_count[1 : cells[NUM_PAGES] + 1] == 0)
+        self.free_ring[: free.size] = free
+        self.free_ring[: free.size] += 1
+        cells[HEAD], cells[FREE], cells[STAGED] = 0, free.size, 0
 
     def clear(self, num_pages: int) -> None:
-        clear_all(*self._state(), num_pages)
+        pages, words = self.pages, self.state
+        pages[RING] = np.arange(1, pages.shape[1] + 1, dtype=np.int32)
+        pages[REFS] = pages[MARKS] = 0
+        pages[REFS, 0] = 1
+        words[[NUM_FREED, HEAD, STAGED, SHARED, RET]] = 0
+        words[[NUM_PAGES, FREE]] = num_pages
+        self.refresh()
 
     def backup(self) -> np.ndarray:
-        saved = np.empty(2 * self.capacity + 6, np.int32)
-        save(*self._state(), saved)
-        return saved
+        self.refresh()
+        return np.concatenate((self.free_ring, self.ref_count, self.words[SAVED]), dtype=np.int32)
 
     def restore(self, saved: np.ndarray) -> None:
-        load(*self._state(), saved)
+        self.free_ring[:], self.ref_count[:], self.words[SAVED] = np.split(
+            saved, [self.capacity, 2 * self.capacity + 1]
+        )
+        self.refresh()
 
     def refresh(self) -> None:
         tick(self._state()[1])
