@@ -809,7 +809,7 @@ def _compile(*signatures: tuple[Any, tuple]) -> None:
         return
     with _COMPILING:
         collecting = gc.isenabled()
-        gc.disable()  # to look through the compiler's many objects is a tenth of its time, and few can go
+        gc.disable()  # to look through the compiler's many objects is a twentieth of its time, and few can go
         try:
             for kernel, signature in signatures:
                 kernel.disable_compile(False)
