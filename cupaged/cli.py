@@ -1,17 +1,19 @@
 """The command line: ``cupaged info``, ``demo``, ``check``, ``replay`` and ``bench``.
 
 Heavy modules are imported inside the commands, so that help and mistakes come at once. What a user did wrong is one
-line on stderr and exit code 2; a check or a proof that failed is exit code 1.
+line on stderr and exit code 2, and so is output that cannot be written; a check or a proof that failed is exit code
+1. A reader that goes away is no mistake: silence, and the exit code that SIGPIPE would give.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-USAGE, FAILED, INTERRUPTED = 2, 1, 130
+USAGE, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
 MOST_WORKERS = 1024
 
 app = typer.Typer(
@@ -57,34 +59,64 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     args : sequence of str, optional
         Words after the program's name; those that it was started with if not given.
     """
-    try:
-        sys.exit(_run(args))
-    except BrokenPipeError:
-        # Whoever read our output has gone; Python's own flush at exit must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
+    if sys.stdin is None:  # closed, as by <&-: a file opened next would take its place
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.exit(_complain("standard output is closed; send what nobody shall read to /dev/null", USAGE))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A file's name may hold what the terminal has no letter for.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(_run(args))
 
 
 def _run(args: Sequence[str] | None) -> int:
     try:
         code = app(args=args, prog_name="cupaged", standalone_mode=False)
+        sys.stdout.flush()
+        # an interrupt is a code, or raised, as the version of typer has it
+        return _complain("interrupted", INTERRUPTED) if code == INTERRUPTED else int(code or 0)
     except UserError as error:
         return _complain(str(error), USAGE)
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort) as error:
+        if isinstance(error.__cause__, EOFError):  # which the parser takes for the end of what a user types
+            raise error.__cause__ from None
+        return _complain("interrupted", INTERRUPTED)
+    except OSError as error:
+        return _not_written(error)
+    except SystemExit as end:
+        if isinstance(end.__context__, OSError):  # rich and the parser end the program themselves
+            return _not_written(end.__context__)
+        raise
     except Exception as error:
         # What the parser raises differs between versions of typer, but this much is common.
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()  # none where the help was printed instead
         return _complain(f"{message} (cupaged --help lists what there is)", USAGE) if message else USAGE
-    sys.stdout.flush()
-    return _complain("interrupted", INTERRUPTED) if code == INTERRUPTED else int(code or 0)
+
+
+def _not_written(error: OSError) -> int:
+    """End what cannot be printed."""
+    _discard(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return NO_READER
+    return _complain(f"cannot write to standard output: {error.strerror or error}", USAGE)
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"cupaged: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        print(f"cupaged: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
     return code
+
+
+def _discard(stream: Any) -> None:
+    """Send what a stream still holds nowhere: Python's own flush at exit must not complain."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -434,15 +466,11 @@ def replay(
         _replay_by_replicas(log, runs, settings | {"router": router}, workers, cluster, plot, as_json)
         return
     results = _replay_all(log, runs, settings)
-    if plot is not None:
-        from cupaged import replay as replaying
-
-        with _mistakes():
-            replaying.plot(results, plot)
     if as_json:
         _print_json({"trace": log.name, "results": [asdict(r) for r in results]})
     else:
-        _print_results(results, plot)
+        _print_results(results)
+    _plot(results, plot, as_json)
 
 
 def _check_replicas(workers: int, router: str, cluster: str) -> None:
@@ -472,14 +500,12 @@ def _replay_by_replicas(
             return replaying.replay_replicas(log, page_size, pool_tokens, where, **options)
 
         found = _replay_all(log, runs, settings, by_replicas)
-    if plot is not None:
-        with _mistakes():
-            replaying.plot([r.total for r in found], plot)
     if as_json:
         _print_json({"trace": log.name, "results": [_replicas_json(r) for r in found]})
-        return
-    rows = [(name, r) for one in found for name, r in (("all", one.total), *enumerate(one.replicas))]
-    _print_results([r for _, r in rows], plot, [str(name) for name, _ in rows])
+    else:
+        rows = [(name, r) for one in found for name, r in (("all", one.total), *enumerate(one.replicas))]
+        _print_results([r for _, r in rows], [str(name) for name, _ in rows])
+    _plot([r.total for r in found], plot, as_json)
 
 
 def _replicas_json(result: ReplicasResult) -> dict[str, Any]:
@@ -510,7 +536,7 @@ def _replay_all(
     return results
 
 
-def _print_results(results: list[ReplayResult], plot: str | None, replicas: Sequence[str] = ()) -> None:
+def _print_results(results: list[ReplayResult], replicas: Sequence[str] = ()) -> None:
     from cupaged.replay import table
 
     console = _console()
@@ -520,8 +546,19 @@ def _print_results(results: list[ReplayResult], plot: str | None, replicas: Sequ
     if all(r.verified for r in results):
         what = "no shared page was written" if results[0].shared else "no slot had two owners"
         console.print(f"[green]verified[/green]: at every step {what}, and no page was lost", soft_wrap=True)
-    if plot is not None:
-        console.print(f"plot: {plot}", markup=False, soft_wrap=True)
+
+
+def _plot(results: list[ReplayResult], path: str | None, as_json: bool) -> None:
+    """Draw the results, behind all that is printed: what fails here takes nothing along."""
+    if path is None:
+        return
+    from cupaged import replay as replaying
+
+    sys.stdout.flush()
+    with _mistakes():
+        replaying.plot(results, path)
+    if not as_json:
+        _console().print(f"plot: {path}", markup=False, soft_wrap=True)
 
 
 def _check_plot(path: str) -> None:
@@ -533,8 +570,27 @@ def _check_plot(path: str) -> None:
     file = Path(path)
     if file.is_dir() or not file.suffix:
         raise UserError(f"--plot needs a file with a suffix that says the format, such as plot.png, not {path}")
-    if not file.parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {file.parent}")
+    _check_file("--plot", file)
+    with _mistakes():
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        formats = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in formats:
+        raise UserError(f"--plot {path}: matplotlib writes no {file.suffix}, but {', '.join(sorted(formats))}")
+
+
+def _check_file(option: str, file: Path) -> None:
+    """Say before the work that a file cannot be written."""
+    if not file.absolute().parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.parent}")
+    is_new = not file.exists()
+    try:
+        with open(file, "ab"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"{option} {file} cannot be written: {error.strerror}") from None
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:
@@ -586,8 +642,8 @@ def bench(
     """Time cupaged against other ways to do the same, on the same inputs, in one run."""
     if plot is not None:
         _check_plot(plot)
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise UserError(f"--json {json_file}: there is no folder {Path(json_file).parent}")
+    if json_file is not None:
+        _check_file("--json", Path(json_file))
     with _mistakes():
         if report:
             for file in _bench("report").write():

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -134,16 +135,59 @@ def test_out_of_memory_is_one_line(run, monkeypatch):
     mistake(run("demo"), "not enough memory")
 
 
-def test_reader_that_goes_away(trace):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cupaged", "replay", trace, "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def shell(line: str) -> tuple[int, str, str]:
+    """The command line in a shell, with its redirections; the exit code is that of `cupaged`."""
+    program = f'cupaged() {{ {shlex.quote(sys.executable)} -m cupaged "$@"; echo $? >&3; }}; {line}'
+    read, write = os.pipe()
+    done = subprocess.run(
+        ["bash", "-c", f"exec 3>&{write}; {program}"], capture_output=True, text=True, pass_fds=(write,), timeout=100
     )
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(60) == 1
+    os.close(write)
+    with open(read) as code:
+        return int(code.read()), done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", ["demo --json", "--help", "--version"])
+def test_reader_that_goes_away(words):
+    """Silence, and what a shell says of a program that SIGPIPE has ended."""
+    assert shell(f"cupaged {words} | true") == (141, "", "")
+
+
+@pytest.mark.parametrize("words", ["demo", "demo --json", "--help", "--version"])
+def test_output_that_cannot_be_written_is_one_line(words):
+    expected = "cupaged: cannot write to standard output: No space left on device\n"
+    assert shell(f"cupaged {words} > /dev/full") == (2, "", expected)
+
+
+def test_closed_output_is_found_before_the_work():
+    code, out, err = shell("cupaged check --seconds 60 >&-")
+    assert (code, out) == (2, "")
+    assert err == "cupaged: standard output is closed; send what nobody shall read to /dev/null\n"
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full", "2>/dev/full >/dev/full"])
+def test_mistakes_keep_their_code_where_nobody_can_read_them(where):
+    assert shell(f"cupaged demo --nonsense {where}") == (2, "", "")
+
+
+def test_a_name_that_the_terminal_cannot_show(trace, monkeypatch):
+    name = trace.replace("small", "sm\u00e4ll")
+    os.rename(trace, name)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    code, out, err = shell(f"cupaged replay {shlex.quote(name)} --page-size 16")
+    assert (code, err) == (0, "")
+    assert "sm\\xe4ll.csv" in out
+
+
+def test_what_a_command_raises_is_no_interrupt(monkeypatch):
+    """The parser takes an EOFError for an end of input."""
+
+    def broken(backend):
+        raise EOFError("Ran out of input")
+
+    monkeypatch.setattr("cupaged.demo.run", broken)
+    with pytest.raises(EOFError, match="Ran out of input"):
+        cli.main(["demo"])
 
 
 def test_interrupt_is_one_line():
@@ -377,8 +421,47 @@ def test_replay_of_a_bad_file(run, tmp_path, content, pattern):
     mistake(run("replay", str(path), "--json"), pattern)
 
 
+@pytest.fixture
+def no_replay(monkeypatch):
+    """What is wrong with the output must be told before the work."""
+
+    def work(*arguments, **settings):
+        raise AssertionError("replayed")
+
+    monkeypatch.setattr("cupaged.replay.replay", work)
+
+
+@pytest.mark.usefixtures("no_replay")
 def test_replay_plot_format_that_nobody_writes(run, trace, tmp_path):
-    mistake(run("replay", trace, "--page-size", "16", "--plot", str(tmp_path / "plot.xyz")), "xyz")
+    mistake(run("replay", trace, "--plot", str(tmp_path / "plot.xyz")), "matplotlib writes no .xyz, but .*png")
+
+
+@pytest.mark.usefixtures("no_replay")
+def test_replay_plot_where_nobody_can_write(run, trace):
+    mistake(run("replay", trace, "--plot", "/proc/plot.png"), "--plot /proc/plot.png cannot be written: ")
+
+
+def test_checks_of_outputs_leave_files_alone(tmp_path):
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("rows")
+    cli._check_file("--json", kept)
+    cli._check_file("--json", new)
+    assert kept.read_text() == "rows"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_plot_that_fails_takes_no_table_along(run, trace, tmp_path, monkeypatch, workers):
+    def full(results, path):
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr("cupaged.replay.plot", full)
+    words = ("replay", trace, "--page-size", "16", "--workers", workers, "--plot", str(tmp_path / "plot.png"))
+    code, out, err = run(*words)
+    assert code == 2
+    assert "small.csv on numba: 3 requests" in out
+    assert re.fullmatch(r"cupaged: \[Errno 28\] No space left on device: .*plot.png.*\n", err)
+    assert len(json.loads(run(*words, "--json")[1])["results"]) == 1
 
 
 def test_replay_plot_without_matplotlib(run, monkeypatch):
