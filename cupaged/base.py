@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupaged import backends
+from cupaged.admission import Admission
 from cupaged.errors import CaptureError, IntegrityError
 from cupaged.geometry import check_lengths, extend_bounds, largest, pages_begun, pages_taken, smallest, whole
 from cupaged.handoff import HandOffs
@@ -17,7 +18,7 @@ from cupaged.pool import PagePool, Stats
 __all__ = ["PoolAllocator", "whole"]
 
 
-class PoolAllocator(HandOffs):
+class PoolAllocator(Admission, HandOffs):
     """Base of `PagedTokenToKVPoolAllocator` and `KVAllocator`; not made by itself.
 
     A subclass says where freed pages go (`_freed_to`) and whether its request tables hold pages or slots

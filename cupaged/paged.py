@@ -10,7 +10,7 @@ import numpy as np
 from cupaged.base import PoolAllocator, whole
 from cupaged.geometry import check_lengths, extend_bounds, pages_begun, pages_taken
 from cupaged.interop import host_array, is_on_gpu
-from cupaged.layout import INT32_LARGEST, Kind
+from cupaged.layout import INT32_LARGEST, Kind, Where
 from cupaged.pool import PoolState
 
 __all__ = ["PagedTokenToKVPoolAllocator"]
@@ -49,6 +49,9 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
         Table row of the padding in a batch, for the steps over request tables.
     debug : bool
         Every call checks the pool, and what it handed out, before it returns; slow.
+    freed_to : {"front", "back"}
+        Where freed pages go: handed out again first, while they may still be in a cache, or last, so that what was
+        unused for longest is overwritten first, as prefix caches want it.
 
     Raises
     ------
@@ -83,7 +86,15 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
         max_batch: int = 8192,
         pad_row: int = -1,
         debug: bool = False,
+        freed_to: str = "front",
     ) -> None:
+        if freed_to not in ("front", "back"):
+            raise ValueError(f"freed_to must be 'front' or 'back', not {freed_to!r}")
+        if need_sort and freed_to == "back":
+            raise ValueError(
+                "freed_to='back' and need_sort=True exclude each other: sorted pages have no order of use"
+            )
+        self._freed_to = Where.BACK if freed_to == "back" else Where.FRONT
         page_size, self.size = whole("page_size", page_size, 1), whole("size", size, 0)
         self.num_pages = self.size // page_size
         if self.num_pages < 1:
@@ -412,7 +423,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             least = sum(n or 0 for n in counts) or 1
             most = sum(self.backend.length(v) if n is None else n for v, n in zip(vectors, counts, strict=True))
             vector = self.backend.queued(vectors)
-            self.pool.run(Kind.FREE, least, most, self.backend.free_slots, vector, True, 0)
+            self.pool.run(Kind.FREE, least, most, self.backend.free_slots, vector, True, 0, self._where)
             return
         base = most = 0
         for i, (vector, count) in enumerate(zip(vectors, counts, strict=True)):
@@ -420,7 +431,7 @@ class PagedTokenToKVPoolAllocator(PoolAllocator):
             certain = 0 if self.pool.may_share() else min(n, 1) if count is None else count
             push = i == len(vectors) - 1
             most += n if count is None else count
-            self.pool.run(Kind.FREE, certain, most, self.backend.free_slots, vector, push, base)
+            self.pool.run(Kind.FREE, certain, most, self.backend.free_slots, vector, push, base, self._where)
             base += n
 
     # ---- groups of frees ---------------------------------------------------------------------------------------

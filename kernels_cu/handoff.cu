@@ -116,3 +116,11 @@ extern "C" __global__ void __launch_bounds__(256) handoff_block_table(const __gr
     }
     reinterpret_cast<int*>(a.out)[i * a.out_stride + nth] = static_cast<int>(value);
 }
+
+// Owners of each page that `seq` names, 0 for one that is free, -1 for what is no page of the pool.
+extern "C" __global__ void __launch_bounds__(256) reference_counts(const __grid_constant__ Args a) {
+    const i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= a.n) return;
+    const i64 page = a.seq.at(i);
+    reinterpret_cast<int*>(a.out)[i] = is_page(page, a.words[NUM_PAGES]) ? a.ref_count[page] : -1;
+}

@@ -101,7 +101,7 @@ class Script:
             pages = np.repeat(self._owned_pages(5), int(self.rng.integers(1, 4)))
             slots = pages * self.reference.page_size + self.rng.integers(0, self.reference.page_size, pages.size)
             groups.append(self.rng.permutation(slots) if self.rng.integers(2) else slots)
-        return Kind.FREE, {"groups": groups}
+        return Kind.FREE, {"groups": groups, "where": self._where()}
 
     def _free_pages(self):
         return Kind.FREE_PAGES, {"entries": self._owned_pages(6), "divisor": 1, "where": self._where()}
@@ -283,7 +283,7 @@ class Runner:
             base = 0
             for i, slots in enumerate(given["groups"]):
                 self._begin(kind, 0)
-                b.free_slots(vec(slots), i == len(given["groups"]) - 1, base)
+                b.free_slots(vec(slots), i == len(given["groups"]) - 1, base, given["where"])
                 base += len(slots)
         elif kind in (Kind.FREE_PAGES, Kind.FREE_SEGMENT):
             self._begin(kind, 0)

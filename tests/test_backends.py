@@ -16,13 +16,13 @@ from cupaged.backends.cupy_raw import CLUSTER_KERNELS, KERNELS
 from cupaged.backends.numba_cpu import NumbaBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.interop import to_host
-from cupaged.layout import Breach, Kind
+from cupaged.layout import Breach, Kind, Where
 from tests.host_backend import HostCudaBackend, variant
 from tests.operations import Runner, Script, options, state
 
 PAGE_SIZES = (1, 2, 3, 16, 48, 64, 256)
 # What is no op of the pool has tests of its own.
-ELSEWHERE = {"fold_digest", *(name for name in KERNELS if name.startswith("handoff_"))}
+ELSEWHERE = {"fold_digest", "reference_counts", *(name for name in KERNELS if name.startswith("handoff_"))}
 CONTESTANTS = {
     "numba": NumbaBackend,
     "cuda-ascending": variant("ascending", cluster=0, tiles=False),
@@ -101,7 +101,7 @@ def large(contestant, requests: int = 1500, small: bool = False) -> None:
             (Kind.ALLOC, {"pages": 6000}),  # in two launches
             *((Kind.EXTEND, x | {"num_tokens": int((x["seq"] - x["prefix"]).sum())}) for x in (few, long)),
             (Kind.EXTEND, {"prefix": zeros, "seq": seq, "last": none, "num_tokens": int(seq.sum())}),
-            (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 5800 + 2))]}),
+            (Kind.FREE, {"groups": [rng.permutation(np.arange(3, 3 * 5800 + 2))], "where": Where.FRONT}),
         ]
         rows = np.where(rng.random(requests) < 0.1, -1, rng.permutation(requests))
         longer = seq + rng.integers(0, 60, requests)

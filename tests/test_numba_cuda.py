@@ -618,3 +618,16 @@ def test_free_pages_where_for_many_entries():
     assert words[Word.FREE] == 5000
     np.testing.assert_array_equal(np.roll(ring, -int(words[Word.HEAD])), order)
     assert not refs[1:].any()
+
+
+@on_device
+def test_reference_counts():
+    backend = make(num_pages=20)
+    _, out = backend.output("numba", 12)
+    backend.kind = Kind.ALLOC
+    backend.alloc_pages(3, out)
+    backend.kind = Kind.RETAIN
+    backend.retain_pages(backend.vector(np.array([2, 2]), "page_ids"))
+    counts, address = backend.new_array("numba", (6,), np.dtype(np.int32))
+    backend.reference_counts(backend.vector(np.array([2, 1, 4, 0, 21, -(2**40)]), "page_ids"), address)
+    assert to_host(counts).tolist() == [3, 1, 0, -1, -1, -1]

@@ -100,8 +100,8 @@ def test_a_backend_that_does_not_run_is_named():
 def test_wrong_order_of_frees_is_found_and_made_small(monkeypatch):
     right = NumbaBackend.free_slots
 
-    def swapped(self, slots, push, index_base):
-        right(self, slots, push, index_base)
+    def swapped(self, slots, push, index_base, where):
+        right(self, slots, push, index_base, where)
         if len(slots) > 1 and self.words[1] > 2:
             head = int(self.words[0])
             places = [head % self.capacity, (head + 1) % self.capacity]

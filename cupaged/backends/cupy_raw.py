@@ -51,6 +51,7 @@ KERNELS = (
     "handoff_pages",
     "handoff_block_table",
     "handoff_slots",
+    "reference_counts",
     "fold_digest",
 )
 CLUSTER_KERNELS = ("decode_cluster", "decode_step_cluster")  # for GPUs that have clusters of blocks
@@ -358,9 +359,8 @@ class CudaBackend(GpuBackend):
         if num_tokens:
             self._launch("write_step", -(-num_tokens // TILE), TILE)
 
-    def free_slots(self, slots, push: bool, index_base: int) -> None:
+    def free_slots(self, slots, push: bool, index_base: int, where: Where) -> None:
         n = slots[3]
-        where = Where.STAGE if self.need_sort else Where.FRONT
         self._pack(seq=slots, num_tokens=index_base, n=n, where=where, push=push)
         if n <= SMALL_FREE:
             self._launch("free_slots_small", 1, 1024)
@@ -447,6 +447,12 @@ class CudaBackend(GpuBackend):
             self._launch(kernel, blocks, threads)
         finally:
             self._no_table()
+
+    def reference_counts(self, entries: DeviceVector, out: int) -> None:
+        n = entries[3]
+        self._pack(seq=entries, out=out, n=n)
+        if n:
+            self._launch("reference_counts", -(-n // TILE), TILE)
 
     def fold(self, entries: DeviceVector, where: Where, cells: int) -> None:
         n = entries[3]

@@ -882,9 +882,8 @@ class NumbaBackend(HostBackend):
     def alloc_decode(self, seq, last, out: np.ndarray) -> None:
         alloc(*self._state(), seq, seq, last, seq.shape[0], out)
 
-    def free_slots(self, slots, push: bool, index_base: int) -> None:
-        where = STAGE if self.need_sort else FRONT
-        free_by_slot(*self._state(), slots, push, where, index_base)
+    def free_slots(self, slots, push: bool, index_base: int, where: Where) -> None:
+        free_by_slot(*self._state(), slots, push, int(where), index_base)
 
     def free_pages(self, entries, divisor: int, where: Where) -> None:
         free_by_page(*self._state(), entries, divisor, int(where))
@@ -920,6 +919,10 @@ class NumbaBackend(HostBackend):
         retain(*self._state(), entries)
 
     # By NumPy: what is done seldom, over whole arrays, is not worth the time to compile it.
+
+    def reference_counts(self, entries, out) -> None:
+        known = (entries >= 1) & (entries <= self._cells[NUM_PAGES])
+        out[:] = np.where(known, self.ref_count[np.where(known, entries, 0)], -1)
 
     def sort_free(self, bound: int) -> None:
         cells = self._cells

@@ -903,6 +903,13 @@ def retain_page_ids(pages, words, mail, entries, n, host_op, error_ack, kind):
 # whose an entry is, a thread looks among the threads' shares of the batch, and then in that share.
 
 
+@_kernel(_STATE, _VECTOR, _VECTOR, "int64")
+def count_references(pages, words, entries, out, n):
+    for i in range(np.int64(cuda.grid(1)), n, np.int64(cuda.gridsize(1))):
+        page = at(entries, i)
+        put(out, i, np.int64(pages[REFS, page]) if is_page(words, page) else np.int64(-1))
+
+
 @_device
 def readable(words, table, tables, pad_row, row, length):
     if row == pad_row or row < 0 or row >= table.shape[0]:
@@ -1273,7 +1280,7 @@ class NumbaCudaBackend(GpuBackend):
         self.alloc_pages(1, slots)
         self.alloc_extend(self._vector_of(np.zeros(1, np.int64)), one, one, 1, slots)
         self.alloc_decode(one, one, slots)
-        self.free_slots(one, True, 0)
+        self.free_slots(one, True, 0, Where.FRONT)
         self.free_pages(one, 1, Where.FRONT)
         self.retain_pages(one)
         cells = self._vector_of(np.zeros(2, np.int64))
@@ -1288,6 +1295,7 @@ class NumbaCudaBackend(GpuBackend):
         self.flashinfer_tables(table, False, 0, one, one, entry, entry + 8, 1, entry + 16)
         self.block_table(table, False, 0, one, one, 1, (entry, 1, 1, 1, None))
         self.slot_mapping(table, False, 0, one, one, one, 1, entry)
+        self.reference_counts(one, entry)
         self.fold(one, Where.FRONT, entry)
         self.clear(self.capacity)
         cuda.synchronize()
@@ -1521,13 +1529,21 @@ class NumbaCudaBackend(GpuBackend):
             slots = self._slots(out, num_tokens)
             self._launch("write_slots", grid, *state, self._plan, requests, table, slots, n, num_tokens, tables)
 
-    def free_slots(self, slots, push: bool, index_base: int) -> None:
+    def free_slots(self, slots, push: bool, index_base: int, where: Where) -> None:
         n, entries = slots[3], self._entries(slots)
-        where = int(Where.STAGE if self.need_sort else Where.FRONT)
         if n:
             self._launch("mark_slots", _blocks(-(-n // THREADS)), self.pages, self.words, entries, n)
         self._launch(
-            "settle_slots", 1, self.pages, self.words, self.mailbox, entries, index_base, int(push), where, *self._op
+            "settle_slots",
+            1,
+            self.pages,
+            self.words,
+            self.mailbox,
+            entries,
+            index_base,
+            int(push),
+            int(where),
+            *self._op,
         )
 
     def free_pages(self, entries, divisor: int, where: Where) -> None:
@@ -1605,6 +1621,20 @@ class NumbaCudaBackend(GpuBackend):
             slots = self._entries((out, 8, 1, num_tokens, None))
             blocks = _blocks(-(-num_tokens // THREADS))
             self._launch("map_slots", blocks, self.words, *batch, slots, n, num_tokens, tables, pad_row)
+
+    def reference_counts(self, entries: DeviceVector, out: int) -> None:
+        n = entries[3]
+        if n:
+            counts = self._entries((out, 4, 0, n, None))
+            self._launch(
+                "count_references",
+                _blocks(-(-n // THREADS)),
+                self.pages,
+                self.words,
+                self._entries(entries),
+                counts,
+                n,
+            )
 
     def fold(self, entries: DeviceVector, where: Where, cells: int) -> None:
         state = self.pages, self.words, self._entries(entries), self._entries((cells, 8, 1, DIGEST_CELLS, None))

@@ -178,7 +178,7 @@ class ReferenceBackend(HostBackend):
                 out[t] = slot
                 t += 1
 
-    def free_slots(self, slots, push: bool, index_base: int) -> None:
+    def free_slots(self, slots, push: bool, index_base: int, where: Where) -> None:
         self._begin()
         touched: set[int] = set()
         for i, slot in enumerate(slots):
@@ -193,7 +193,7 @@ class ReferenceBackend(HostBackend):
             if self._drop_owner(page):
                 self.freed.add(page)
         if push:
-            self._give(sorted(self.freed), Where.STAGE if self.need_sort else Where.FRONT)
+            self._give(sorted(self.freed), where)
             self.freed.clear()
         self._end(Status.OK)
 
@@ -321,6 +321,10 @@ class ReferenceBackend(HostBackend):
         else:
             slot = int(table[row, token])
         return slot if 0 <= slot < (self.capacity + 1) * self.page_size else -1
+
+    def reference_counts(self, entries, out) -> None:
+        for i, page in enumerate(map(int, entries)):
+            out[i] = self.ref_count[page] if self._is_page(page) else -1
 
     def fold(self, entries, where: Where, cells: np.ndarray) -> None:
         w, values = self.words, [int(e) for e in entries]

@@ -47,6 +47,11 @@ for page_size in (3, 16):
 for seed in range(4):
     test_digest.play(Recorded, seed, (1, 3, 16, 64)[seed], steps=10)
 test_digest.large(Recorded, 2500)
+backend = Recorded(**options(rng, 16))
+backend.enter("")
+_, address = backend.output("cupy", 500)
+backend.reference_counts(backend.vector(np.arange(-2, 298), "page_ids"), address)
+backend.leave()
 missing = (
     set(KERNELS + CLUSTER_KERNELS if clusters else KERNELS)
     - Recorded.seen
