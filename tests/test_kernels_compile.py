@@ -16,6 +16,7 @@ COMMON = (Path(__file__).parents[1] / "kernels_cu" / "common.cuh").read_text()
 
 
 def nvrtc_compile(code: str, architecture: str) -> bytes:
+    """Machine code for an `sm_`, PTX for a `compute_`."""
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     program = _call(nvrtc, nvrtc.nvrtcCreateProgram(code.encode(), b"cupaged.cu", 0, [], []))
     options = [b"-std=c++17", f"-arch={architecture}".encode()]
@@ -25,6 +26,10 @@ def nvrtc_compile(code: str, architecture: str) -> bytes:
     log = text.decode().strip("\0 \n")
     assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS, log
     assert not log  # a warning is a failure too
+    if architecture.startswith("compute"):
+        ptx = b" " * _call(nvrtc, nvrtc.nvrtcGetPTXSize(program))
+        _call(nvrtc, nvrtc.nvrtcGetPTX(program, ptx))
+        return ptx
     cubin = b" " * _call(nvrtc, nvrtc.nvrtcGetCUBINSize(program))
     _call(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
     return cubin
@@ -40,6 +45,30 @@ def test_every_kernel_compiles(architecture):
     cubin = nvrtc_compile(source(), architecture)
     for name in KERNELS if architecture == "sm_80" else KERNELS + CLUSTER_KERNELS:
         assert name.encode() in cubin
+
+
+def test_what_only_a_gpu_orders():
+    """The host harness has other words for it, so no run without a GPU would see a weaker one."""
+    text = nvrtc_compile(source(), "compute_90").decode()
+    kernels = dict(re.findall(r"\.entry (\w+)\((.*?)\n\}", text, re.S))
+    adds = {name: re.findall(r"atom\.add\.(\w+\.\w+)\.u64", body) for name, body in kernels.items()}
+    assert {name: found for name, found in adds.items() if found} == {
+        "plan_requests": ["acq_rel.gpu"],  # the last block has behind it what the others wrote and read
+        "extend_tiles": ["relaxed.gpu"],
+        "extend_tiles_many": ["relaxed.gpu"],
+    }
+    assert kernels["plan_requests"].count("ld.volatile.global.u64") == 4  # past L1: the sums, the breach, the refusal
+    for name in CLUSTER_KERNELS:
+        body = kernels[name]
+        blocks = re.findall(r"mov\.u32 \s*(%r\d+), %nctaid\.x", body)
+        barrier, expected = re.search(r"mbarrier\.arrive\.expect_tx\S* _, \[(%r\d+)\], (%r\d+);", body).groups()
+        assert re.search(rf"shl\.b32 \s*{expected}, (%r\d+), 2;", body).group(1) in blocks  # 4 bytes from each block
+        assert f"mbarrier.init.shared::cta.b64 [{barrier}], 1;" in body
+        assert "mbarrier.try_wait.parity.shared::cta.b64" in body
+        order = "fence.mbarrier_init.release.cluster", "barrier.cluster.arrive.relaxed", "barrier.cluster.wait"
+        places = [body.index(word) for word in (*order, "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes")]
+        assert places == sorted(places)
+        assert re.findall(r"barrier\.cluster\.(\S+);", body) == ["arrive.relaxed", "wait", *["arrive", "wait"] * 2]
 
 
 def test_python_knows_every_kernel():
