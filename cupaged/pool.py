@@ -121,7 +121,7 @@ class PagePool:
         self.capturing = False
         self._replays_noted = False
         self._refreshed_op = 0
-        self._host_refusals = 0
+        self.host_refusals = 0
         self._mail = backend.mail
         self._sequence = 0  # number of the last mail read
         self._last_op = 0  # the host's number in it
@@ -133,7 +133,7 @@ class PagePool:
         self._op = self._mail_op = self._ack = 0
         self._issued = 0  # number of the last launch, which may have failed, or have run all the same
         self._last_retain = 0
-        self._read_errors = 0
+        self.errors_read = 0
         self._deferred: DeviceError | None = None
         # (op, change of at_least, change of at_most, change of the front's lower bound)
         self._pending: deque[tuple[int, int, int, int]] = deque()
@@ -217,7 +217,7 @@ class PagePool:
         self._count_refusal()
 
     def _count_refusal(self) -> None:
-        self._host_refusals += 1
+        self.host_refusals += 1
         if self.watcher is not None:
             self.watcher.refused()
 
@@ -432,7 +432,7 @@ class PagePool:
             return
         self._ack = words[Word.ERROR_OP]
         error = device_error(*words[Word.ERROR_CODE : Word.ERROR_VALUE + 1])
-        self._read_errors += 1
+        self.errors_read += 1
         if self.errors == "defer":
             log.error("recorded on the device: %s", error)
         if self._deferred is None:
@@ -519,8 +519,8 @@ class PagePool:
         with self._reading("available_size()"):
             return self._exact_free()
 
-    def _words(self) -> list[int]:
-        """The newest mail that is of one op, read without touching the host's bounds."""
+    def last_known_words(self) -> list[int]:
+        """The newest mail that is of one op, read without touching the host's bounds; from any thread, no wait."""
         for _ in range(1000):
             words = unpack_mail(self._mail.tolist())
             if words is not None:
@@ -529,7 +529,7 @@ class PagePool:
         return self._last_words
 
     def _last_known(self) -> int:
-        words = self._words()
+        words = self.last_known_words()
         return words[Word.FREE] + words[Word.STAGED]
 
     def free_at_least(self) -> int:
@@ -551,7 +551,7 @@ class PagePool:
         if not self.elsewhere():
             with self._reading("this call"):
                 self._settle(self.backend.need_sort)  # a merge sends no mail
-        return self._words()
+        return self.last_known_words()
 
     def stats(self) -> Stats:
         """Counters, after all queued ops; from another thread the last known ones."""
@@ -565,8 +565,8 @@ class PagePool:
             peak_pages=w[Word.PEAK],
             pages_allocated=w[Word.ALLOCATED],
             pages_freed=w[Word.FREED],
-            refusals=w[Word.REFUSALS] + self._host_refusals,
-            errors=self._read_errors,
+            refusals=w[Word.REFUSALS] + self.host_refusals,
+            errors=self.errors_read,
         )
 
     def free_order(self) -> tuple[np.ndarray, np.ndarray]:
