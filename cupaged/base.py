@@ -79,6 +79,7 @@ class PoolAllocator(Admission, HandOffs):
         self._on_gpu = self.device != "cpu"
         self._where = Where.STAGE if self.need_sort else self._freed_to
         self.pool = PagePool(self.backend, errors)
+        self._places = np.zeros(0, np.int64)  # scratch: where a batch names each row
 
     # ---- whole steps over a request table ----------------------------------------------------------------------
 
@@ -150,14 +151,14 @@ class PoolAllocator(Admission, HandOffs):
         num_tokens = whole("extend_num_tokens", extend_num_tokens, 0)
         if num_tokens > INT32_LARGEST:
             raise ValueError(f"extend_num_tokens must be at most 2**31 - 1, not {num_tokens}")
+        _check_given("prefix_lens", prefix_lens)
         return self._step(Kind.EXTEND_STEP, table, req_pool_indices, prefix_lens, seq_lens, num_tokens, out)
 
     def _step(
         self, kind: Kind, table: Any, rows: Any, prefix: Any, seq: Any, num_tokens: int | None, out: Any
     ) -> Any:
         backend, size = self.backend, self.page_size
-        if not self._paged_table and self._last_possible_slot > INT32_LARGEST:
-            raise ValueError("this pool's slots do not fit an int32 request table")
+        self._check_table_holds_slots()
         library = backend.use_library(seq, rows, table)
         self._before_step(table, rows)
         self.pool.enter(library)
@@ -184,6 +185,7 @@ class PoolAllocator(Admission, HandOffs):
             after = None
             if on_host:
                 before, after, padding_tokens = self._real_lengths(rows, prefix, seq)
+                self._check_distinct(rows, backend.shape(cells)[0])
                 check_lengths(before, after, None if prefix is None else num_tokens - padding_tokens)
                 if self._on_gpu or num_tokens > self.pool.num_pages * size:
                     least = most = pages_begun(before, size) if prefix is None else pages_taken(before, after, size)
@@ -250,6 +252,7 @@ class PoolAllocator(Admission, HandOffs):
         TypeError, ValueError, DeviceError
             As in `decode_step`; also recorded: a new length that is negative or larger than the old one.
         """
+        _check_given("new_seq_lens", new_seq_lens)
         self._free_rows(Kind.TRIM, table, req_pool_indices, seq_lens, new_seq_lens)
 
     def release(self, table: Any, req_pool_indices: Any, seq_lens: Any) -> None:
@@ -271,6 +274,7 @@ class PoolAllocator(Admission, HandOffs):
 
     def _free_rows(self, kind: Kind, table: Any, rows: Any, seq: Any, keep: Any) -> None:
         backend = self.backend
+        self._check_table_holds_slots()
         self.pool.enter(backend.use_library(seq, rows, table))
         try:
             cells = backend.table(table, "table")
@@ -316,6 +320,25 @@ class PoolAllocator(Admission, HandOffs):
         n = self.backend.length(vector)
         if n != batch:
             raise ValueError(f"{name} must have one entry for each of the {batch} req_pool_indices, not {n}")
+
+    def _check_distinct(self, rows: np.ndarray, count: int) -> None:
+        """Raise if a row of the table comes twice: its request would be given two pages for one cell.
+
+        Rows out of the table are left to the device, which refuses the batch.
+        """
+        n = rows.size
+        if n < 2:
+            return
+        real = rows if np.count_nonzero(rows == self.pad_row) == 0 else rows[rows != self.pad_row]
+        if not real.size or smallest(real) < 0 or largest(real) >= count:
+            return
+        if self._places.size < count:
+            self._places = np.zeros(count, np.int64)
+        places, numbers = self._places, np.arange(real.size)
+        places[real] = numbers  # of a row that comes twice, the last place stays
+        again = places[real] != numbers
+        if np.count_nonzero(again):
+            raise ValueError(f"req_pool_indices names row {real[again][0]} twice")
 
     def _before_step(self, table: Any, rows: Any) -> None:
         """Hear that a step will read these rows of a table."""
@@ -439,6 +462,11 @@ class PoolAllocator(Admission, HandOffs):
     def warmup(self) -> None:
         """Compile and load every kernel, so that no later call does."""
         self.backend.warmup()
+
+
+def _check_given(name: str, x: Any) -> None:
+    if x is None:
+        raise TypeError(f"{name} must be an array or a list of integers, not None")
 
 
 def _check_trim(before: np.ndarray, after: np.ndarray) -> None:

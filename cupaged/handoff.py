@@ -35,6 +35,7 @@ class HandOffs:
     pad_row: int
     _paged_table: bool
     _on_gpu: bool
+    _last_possible_slot: int
 
     def flashinfer_tables(
         self, table: Any, req_pool_indices: Any, seq_lens: Any, *, seq_lens_cpu: Any = None, out: Any = None
@@ -82,6 +83,7 @@ class HandOffs:
         """
         backend = self.backend
         library = backend.use_library(seq_lens, req_pool_indices, table)
+        self._check_table_holds_slots()
         self.pool.enter(library, raising=False, changing=False)
         try:
             cells = backend.table(table, "table")
@@ -208,6 +210,7 @@ class HandOffs:
     def _dense(self, table: Any, rows: Any, seq: Any, parts: int, width: int | None, name: str, out: Any) -> Any:
         backend = self.backend
         library = backend.use_library(seq, rows, table)
+        self._check_table_holds_slots()
         self.pool.enter(library, raising=False, changing=False)
         try:
             cells = backend.table(table, "table")
@@ -282,6 +285,7 @@ class HandOffs:
             raise ValueError(f"num_tokens must be at most 2**31 - 1, not {num_tokens}")
         backend = self.backend
         library = backend.use_library(seq_lens, req_pool_indices, table)
+        self._check_table_holds_slots()
         self.pool.enter(library, raising=False, changing=False)
         try:
             cells = backend.table(table, "table")
@@ -311,6 +315,14 @@ class HandOffs:
         total = int((after.astype(np.int64) - before)[holds].sum())
         if total > num_tokens:
             raise ValueError(f"num_tokens is {num_tokens}, but seq_lens - prefix_lens sums to {total}")
+
+    def _check_table_holds_slots(self) -> None:
+        """Raise for a slot table that cannot hold this pool's slots: every call that reads a table begins here."""
+        if not self._paged_table and self._last_possible_slot > INT32_LARGEST:
+            raise ValueError(
+                f"this pool has slots up to {self._last_possible_slot}, which an int32 request table cannot hold; "
+                "keep page tables (KVAllocator), or make the pool smaller"
+            )
 
     # ---- what the host can see ---------------------------------------------------------------------------------
 

@@ -137,7 +137,6 @@ class KVAllocator(PoolAllocator):
         self._last_slot_view = _host_view(self._last_slot, as_torch)
         self._tokens_a_row = self.max_page_num * page_size
         self._most_tokens = min(self._tokens_a_row, INT32_LARGEST)
-        self._place = np.zeros(self.max_batch_size, np.int64)  # scratch: where a batch names each row
         self._in_group = False
         self._changed = np.zeros(self.max_batch_size, bool)  # rows that _on_host lacks
         self._any_changed = False
@@ -309,10 +308,7 @@ class KVAllocator(PoolAllocator):
             or largest(rows) >= self.max_batch_size
         ):
             self._name_wrong_row(rows, needs, before)
-        numbers = np.arange(rows.size)
-        self._place[rows] = numbers
-        if np.count_nonzero(self._place[rows] != numbers):
-            raise ValueError("req_pool_indices names a row twice")
+        self._check_distinct(rows, self.max_batch_size)
 
     def _name_wrong_row(self, rows: np.ndarray, needs: np.ndarray, before: np.ndarray) -> None:
         for name, given in (("need_sizes", needs), ("alloced_lens", before), ("req_pool_indices", rows)):
