@@ -196,15 +196,12 @@ class HandOffs:
         Raises
         ------
         TypeError, ValueError, CaptureError
-            As in `block_table`; also if `kernel_page_size` does not divide `page_size`, or kernel page ids do not
-            fit int32.
+            As in `block_table`; also if `kernel_page_size` does not divide `page_size`.
         """
         kernel_size = whole("kernel_page_size", kernel_page_size, 1)
         if self.page_size % kernel_size:
             raise ValueError(f"kernel_page_size must divide page_size, {self.page_size}, but {kernel_size} does not")
         parts = self.page_size // kernel_size
-        if (self.backend.capacity + 1) * parts - 1 > INT32_LARGEST:
-            raise ValueError(f"kernel pages of {kernel_size} tokens have ids that do not fit int32; use larger ones")
         return self._dense(table, req_pool_indices, seq_lens, parts, None, "out.shape[1]", out)
 
     def _dense(self, table: Any, rows: Any, seq: Any, parts: int, width: int | None, name: str, out: Any) -> Any:

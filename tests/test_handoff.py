@@ -387,6 +387,7 @@ def test_capture_needs_out():
 def test_no_call_compiles():
     kernels = [x for x in vars(numba_cpu).values() if hasattr(x, "signatures")]
     pool = make("numba", 4, False)
+    pool.warmup()
     before = [len(kernel.signatures) for kernel in kernels]
     whole = np.zeros((3, 20), np.int32)
     for table in (whole, whole[::2, :15]):
@@ -467,12 +468,11 @@ def test_mistakes_of_type_raise():
         pool.block_table(table.astype(np.int64), [0], [9], 3)
 
 
-def test_kernel_page_ids_must_fit():
-    pool = make("cuda-ascending", 2**20, False, size=2**20 * 2**11)
-    rows, seq = on_device([0], [0])
-    with pytest.raises(ValueError, match="do not fit int32"):
-        pool.expand_page_table(np.zeros((1, 4), np.int32), rows, seq, 1)
-    assert pool.expand_page_table(np.zeros((1, 4), np.int32), rows, seq, 2).shape == (1, 2**19)
+def test_largest_kernel_page_id():
+    pool = make("cuda-ascending", 2**20, True, size=2**20 * 2046)
+    rows, seq = on_device([0], [2])
+    out = pool.expand_page_table(np.full((1, 4), 2046, np.int32), rows, seq, 1, out=np.zeros((1, 2), np.int32))
+    assert out.tolist() == [[2046 * 2**20, 2046 * 2**20 + 1]]
 
 
 def test_upper_bound_must_fit():
