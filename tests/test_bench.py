@@ -300,6 +300,7 @@ def test_starts_as_a_file_too(tmp_path):
     assert "names no case here" in done.stderr
 
 
+@pytest.mark.slow
 def test_children_count_compilations_and_start():
     found = first.compilations(["numba"])["numba"]
     assert found["compiled"] == 0
@@ -308,6 +309,7 @@ def test_children_count_compilations_and_start():
     assert first.first_results(["nonsense"], 0)["nonsense"]["error"].startswith("ValueError")
 
 
+@pytest.mark.slow
 def test_scale(run, tmp_path):
     kept = tmp_path / "scale.json"
     code, out, _ = run("--scale", "--json", str(kept))

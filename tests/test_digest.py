@@ -175,6 +175,7 @@ def test_is_one_launch():
     assert folded.backend.launches == ["fold_digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["asan", "tsan"])
 def test_kernel_is_clean(mode):
     done = run_python(mode, Path(__file__), mode)

@@ -223,12 +223,14 @@ def child(mode, *names):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["asan", "tsan"])
 def test_right_kernels_are_clean(mode):
     code, output = child(mode, "right")
     assert (code, output) == (0, "right done\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "name", "message"),
     [

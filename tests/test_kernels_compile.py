@@ -40,7 +40,9 @@ def _call(nvrtc, answer):
     return answer[1] if len(answer) > 1 else None
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "architecture", ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100", "sm_120"))]
+)
 def test_every_kernel_compiles(architecture):
     cubin = nvrtc_compile(source(), architecture)
     for name in KERNELS if architecture == "sm_80" else KERNELS + CLUSTER_KERNELS:

@@ -50,6 +50,7 @@ def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SIMULATED, reason="this is that process")
 @pytest.mark.parametrize(
     "arguments",

@@ -68,6 +68,7 @@ def test_is_typed():
     assert (Path(cupaged.__file__).parent / "py.typed").is_file()
 
 
+@pytest.mark.slow
 def test_compiled_host_kernels_stay_in_range_as_plain_python():
     """Compiled code does not check its indices; the same code, not compiled, does."""
     code = "from cupaged.selfcheck import check; print(check(['numba'], cases=60, seconds=60, seed=5).difference)"

@@ -411,6 +411,7 @@ def test_results_are_json():
     assert json.loads(json.dumps(asdict(found)))["total"]["digest"] == found.total.digest
 
 
+@pytest.mark.slow
 def test_interrupt_ends_all_at_once():
     """As a terminal's: to the command and its workers alike."""
     words = [sys.executable, "-m", "cupaged", "replay", "--workers", "2", "--page-size", "1,2,3,4,16,64"]

@@ -525,7 +525,10 @@ SETTINGS = settings(
 
 @pytest.mark.parametrize(
     ("backends", "examples"),
-    [(("reference", "numba", "cuda-random"), 100), (("numba", "cuda-delayed"), 300)],
+    [
+        (("reference", "numba", "cuda-random"), 100),
+        pytest.param(("numba", "cuda-delayed"), 300, marks=pytest.mark.slow),
+    ],
     ids=["in-step", "lagging"],
 )
 def test_random_calls(backends, examples, caplog):

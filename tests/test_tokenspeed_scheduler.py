@@ -334,7 +334,7 @@ def play(backend: str, seed: int, size: int, cached: bool, batched: bool, device
 
 @pytest.mark.parametrize("batched", [False, True], ids=["single", "batched"])
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("size", [1, 3, 4, 16])
+@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 16))])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_as_the_model_says(backend, size, cached, batched):
     seen: Counter[str] = Counter()
